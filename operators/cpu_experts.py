@@ -326,11 +326,7 @@ class CpuExperts(Operator):
         return None
 
     def keeping(self, source: Format) -> str:
-        word = super().keeping(source)
-        if word == "kept" and source.is_divided:
-            return "kept, 1 / scale rounded to fp32"
-        rounds = self.config.weights == "int4" and source.scales != "BF16"
-        return "kept, scales rounded to bf16" if word == "kept" and rounds else word
+        return expert_formats.keeping(super().keeping(source), self.config.weights, source)
 
     def _misfit(self, name: str, block: tuple[int, int] | None, part: int | None) -> str | None:
         spec, side = self.spec, _FP8_BLOCK

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.checkpoints.formats.base import GgufRows
+from ktinject.checkpoints.formats.base import Codes, Fp8Blocks, GgufRows, Nvfp4
 from ktinject.checkpoints.packed import PackedWeights
 from ktinject.errors import OperatorError
+from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.cpu_experts import check_kernel, weights_in_words
 from ktinject.operators.expert_formats import K_QUANTS
@@ -28,9 +29,22 @@ if TYPE_CHECKING:
 class CpuLinearConfig(Config):
     """Arguments of `cpu_linear` in a rule."""
 
-    # The format in memory. kept: the K-quant of a GGUF file, from q2_k on, and bf16 for weights in another format.
+    # The format in memory. kept: the checkpoint's own, and bf16 where none of these is
     weights: Literal[
-        "bf16", "int8", "int4", "fp8", "mxfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "kept"
+        "bf16",
+        "int8",
+        "int4",
+        "fp8",
+        "mxfp4",
+        "fp8_channel",
+        "nvfp4",
+        "q2_k",
+        "q3_k",
+        "q4_k",
+        "q5_k",
+        "q6_k",
+        "iq4_xs",
+        "kept",
     ] = "bf16"
     group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
     symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
@@ -41,6 +55,15 @@ class CpuLinearConfig(Config):
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core takes as they are
+_FP8_BLOCK = 128  # outputs and inputs that share a scale
+
+
+def _taken_by(config: CpuLinearConfig) -> tuple[str, ...]:
+    """What a layer of these weights takes as a checkpoint has it."""
+    if config.weights == "int4":
+        groups = f"int4/{config.group_size}"
+        return (groups,) if config.symmetric else (groups, f"{groups} zeros")
+    return (config.weights,) if config.weights in (*K_QUANTS, "fp8", "fp8_channel", "nvfp4", "int8") else ()
 
 
 @register_operator("cpu_linear")
@@ -49,21 +72,23 @@ class CpuLinear(PackedLinear):
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
     int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
-    Sums are fp32. K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file; activations are
-    int8 with a scale for 256 inputs beside them. Inputs on another device are copied to the CPU, and the result is
-    copied back. Gradients flow to the input as with the unpacked weight; weight and bias are frozen.
+    Sums are fp32. A checkpoint's own fp8 (in blocks of 128 × 128, or with a scale for each output), nvfp4, int8 and
+    int4 are taken as they are. K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file;
+    activations are int8 with a scale for 256 inputs beside them. Inputs on another device are copied to the CPU, and
+    the result is copied back. Gradients flow to the input as with the unpacked weight; weight and bias are frozen.
     """
 
     Config = CpuLinearConfig
     changing = frozenset({"_loaded_dtype"})
-    native_formats: tuple[str, ...] = K_QUANTS
+    # For `kept`: what its weights may become. Of one that is built, what it takes undecoded.
+    native_formats: tuple[str, ...] = (*K_QUANTS, "fp8", "fp8_channel", "nvfp4", "mxfp4", "int8", "int4")
 
     def __init__(self, module: nn.Linear, config: CpuLinearConfig) -> None:
-        if config.weights == "kept":  # what is no K-quant in the checkpoint
+        if config.weights == "kept":  # what the checkpoint has in no format of the kernels'
             config = replace(config, weights="bf16")
         super().__init__(module, config)
         self.takes_stored_only = config.weights in K_QUANTS
-        self.native_formats = (config.weights,) if self.takes_stored_only else ()
+        self.native_formats = _taken_by(config)
         self._loaded_dtype: torch.dtype | None = None
         try:
             self.native = _native.Linear(
@@ -80,7 +105,12 @@ class CpuLinear(PackedLinear):
 
     @classmethod
     def use_checkpoint_format(cls, config: Any, source: Format) -> Any:
-        return replace(config, weights=source.encoding) if config.weights == "kept" else config
+        if config.weights != "kept":
+            return config
+        try:
+            return replace(config, **expert_formats.of_linear(source))
+        except ValueError:  # the rule asks for a kernel of another format
+            return config
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -125,20 +155,51 @@ class CpuLinear(PackedLinear):
                 "Choose smaller weights (int8, int4, mxfp4) or a machine with more memory."
             ) from None
 
+    def keeping(self, source: Format) -> str:
+        return expert_formats.keeping(super().keeping(source), self.config.weights, source)
+
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
-        if name == "bias" or source.encoding == self.config.weights:
+        if source.encoding == "fp8":
+            return self._misfit(source.block)
+        if name == "bias" or not self.takes_stored_only or source.encoding == self.config.weights:
             return None
         return (
             f"weights {self.config.weights} are kept from a GGUF file that has them, and the weight is {source.name} "
             "in the checkpoint; kept takes what it has"
         )
 
+    @staticmethod
+    def _misfit(block: tuple[int, int] | None) -> str | None:
+        if block is None or block == (_FP8_BLOCK, _FP8_BLOCK):
+            return None
+        return (
+            f"weight: the checkpoint has blocks of {block[0]} × {block[1]}; weights: fp8 keeps "
+            f"{_FP8_BLOCK} × {_FP8_BLOCK}; choose other weights, for which the checkpoint is decoded"
+        )
+
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
-        assert isinstance(stored, GgufRows), "only K-quants are taken"
+        assert name == "weight" and expert is None and part is None, "a matrix that is stored as one"
         try:
+            self._load_stored(stored)
+        except (ValueError, OperatorError) as error:
+            raise OperatorError(f"cpu_linear: weight: {error}.") from None
+        self._loaded_dtype = None
+
+    def _load_stored(self, stored: Stored) -> None:
+        if isinstance(stored, GgufRows):
             self.native.load_blocks(stored.rows)
-        except ValueError as error:
-            raise OperatorError(f"cpu_linear: {error}.") from None
+        elif isinstance(stored, Codes):
+            expert_formats.check_order(stored)
+            zeros = None if stored.zeros is None else stored.zeros.contiguous()
+            self.native.load_integers(stored.codes, stored.scales.float().contiguous(), zeros)
+        elif isinstance(stored, Nvfp4):
+            scales = stored.scales.view(torch.uint8)
+            self.native.load_nvfp4(stored.codes, scales, stored.factors.item())
+        else:
+            assert isinstance(stored, Fp8Blocks), "there are no other formats"
+            if not stored.is_by_output and (misfit := self._misfit(stored.block)):
+                raise OperatorError(misfit)
+            self.native.load_fp8(stored.values.view(torch.uint8), stored.scales.contiguous())
 
     def accept(self, name: str, tensor: Tensor) -> None:
         if tensor.dtype == torch.float64:

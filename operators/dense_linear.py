@@ -13,7 +13,7 @@ from torch import nn
 
 from ktinject.operators.base import REGISTRY, Config, NeverBuilt, Operator, register_operator
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
-from ktinject.operators.expert_formats import K_QUANTS
+from ktinject.operators.expert_formats import of_linear
 
 if TYPE_CHECKING:
     from ktinject.checkpoints.formats.base import Format
@@ -21,17 +21,22 @@ if TYPE_CHECKING:
 
 _SERVED = {"cpu": ("bf16", "fp8", "int8", "int4", "kept"), "cuda": ("bf16", "fp8", "int4", "kept")}
 
-# Inputs of a K-quant's block.
-_BLOCK = 256
-
 
 @dataclass(frozen=True)
 class DenseLinearConfig(Config):
     """Arguments of `dense_linear` in a rule."""
 
-    # The format in memory; int8 on the CPU only. kept: there the K-quant of a GGUF file, else what bf16 does.
+    # The format in memory; int8 on the CPU only. kept: the checkpoint's own, else what bf16 does.
     weights: Literal["bf16", "fp8", "int8", "int4", "kept"] = "bf16"
     group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
+
+
+@dataclass(frozen=True)
+class _AsStored(DenseLinearConfig):
+    """`kept`, with what `cpu_linear` needs to take the checkpoint's weights as they are."""
+
+    weights: str = "bf16"  # type: ignore[assignment]
+    symmetric: bool = True
 
 
 @register_operator("dense_linear")
@@ -44,25 +49,37 @@ class DenseLinear(NeverBuilt):
     | fp8 | cpu_linear | fp8_linear |
     | int8 | cpu_linear | refused |
     | int4 | cpu_linear | int4_linear |
-    | kept | a GGUF file's K-quant (q2_k to q6_k, iq4_xs) as it is: cpu_linear; else as bf16 | as bf16 |
+    | kept | the checkpoint's own format: cpu_linear; else as bf16 | as bf16 |
+
+    Of a checkpoint's formats, cpu_linear keeps fp8 (blocks of 128 × 128, or a scale for each output), nvfp4, mxfp4,
+    int8 (a scale for each output), int4 (groups of 32, 64 and 128) and K-quants. On a GPU, weights: fp8 and int4 take a
+    checkpoint's own, too, with activations in fp8 in the first case.
     """
 
     Config = DenseLinearConfig
     device_types = ("cuda", "cpu")
-    native_formats = K_QUANTS
+    native_formats = CpuLinear.native_formats
 
     @classmethod
     def use_checkpoint_format(cls, config: Any, source: Format) -> Any:
-        return replace(config, weights=source.encoding) if config.weights == "kept" else config
+        if config.weights != "kept":
+            return config
+        found = of_linear(source)
+        return _AsStored(config.device, **{"group_size": config.group_size, **found})
 
     @classmethod
     def resolve(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
         kind = config.device.partition(":")[0]
-        if not isinstance(module, nn.Linear) or config.weights not in (*_SERVED[kind], *K_QUANTS):
+        if not isinstance(module, nn.Linear):
             return cls, config
-        if config.weights in K_QUANTS and kind == "cpu" and module.in_features % _BLOCK == 0:
-            return CpuLinear, CpuLinearConfig(device=config.device, weights=config.weights)
-        if config.weights in ("kept", *K_QUANTS):
+        if isinstance(config, _AsStored) and config.weights != "bf16":
+            if kind == "cuda":
+                return None  # what fp8_linear would save, it pays for in fp8 activations, which nobody has asked for
+            sizes: dict[str, Any] = {"group_size": config.group_size, "symmetric": config.symmetric}
+            return CpuLinear, CpuLinearConfig(device=config.device, weights=config.weights, **sizes)  # type: ignore[arg-type]
+        if config.weights not in _SERVED[kind]:
+            return cls, config
+        if config.weights == "kept":
             config = replace(config, weights="bf16")
         if config.weights == "bf16" and (kind == "cuda" or module.weight.dtype != torch.bfloat16):
             return None

@@ -1,4 +1,4 @@
-"""What `weights: auto` and `kept` of routed experts stand for: the formats, the most accurate first.
+"""What `weights: auto` and `kept` stand for: the formats, the most accurate first. Linear layers have `kept` alone.
 
 The order is that of the mean KL divergence of the two trained models in examples/models (docs/explanation/numbers.md).
 mxfp4, nvfp4 and fp8_channel are there only for a checkpoint that is stored in them: from other weights, int4 in groups
@@ -77,6 +77,28 @@ def k_quants(stored: Collection[tuple[str, Format]]) -> dict[str, Any]:
     return {"weights": weights, "down_weights": "same" if down_weights == weights else down_weights}
 
 
+def of_linear(source: Format) -> dict[str, Any]:
+    """The arguments of `kept` for a linear layer; bf16 where the CPU's kernels have no format as exact."""
+    return {"weights": source.encoding} if source.encoding in K_QUANTS else _as_stored([source], max(GROUPS))
+
+
+def keeping(word: str, weights: str, source: Format) -> str:
+    """What `Operator.keeping` says of weights in that format, more exactly."""
+    if word == "kept" and source.is_divided:
+        return "kept, 1 / scale rounded to fp32"
+    rounds = weights == "int4" and source.scales != "BF16"
+    return "kept, scales rounded to bf16" if word == "kept" and rounds else word
+
+
+def check_order(stored: Codes) -> None:
+    """Raise OperatorError for groups that are not in order, which config.json does not announce."""
+    if stored.group_of is not None:
+        raise OperatorError(
+            "its g_idx puts the inputs of a group apart, and quantization_config says desc_act: false. "
+            "Correct config.json"
+        )
+
+
 def _as_stored(stored: Collection[Format], largest_group: int) -> dict[str, Any]:
     """The format in which nothing is rounded a second time; bf16 where there is no smaller one."""
     encodings = {form.encoding for form in stored}
@@ -105,11 +127,7 @@ def integers(
     Yields   projection, expert, codes [n, k] of any strides, scales fp32 [n, groups] and zero points or None
     Raises   OperatorError for groups that are not in order, and as `views`
     """
-    if stored.group_of is not None:
-        raise OperatorError(
-            "its g_idx puts the inputs of a group apart, and quantization_config says desc_act: false. "
-            "Correct config.json"
-        )
+    check_order(stored)
     groups = stored.scales.shape[1]
     # What belongs to groups is cut as a weight that has them for inputs.
     if name == "down_proj":

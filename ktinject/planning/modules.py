@@ -40,6 +40,7 @@ class MatchedModule:
     rule: Rule
     operator: type[Operator]
     config: Any
+    asked: Any = None
     source: Format | None = None
     sources: Callable[[], Collection[tuple[str, Format, int | None]]] = field(default=tuple, compare=False)
 
@@ -169,8 +170,22 @@ def with_checkpoint_format(matched: MatchedModule, checkpoint: Checkpoint, mappi
     keys = [piece.key for piece in mapping.targets.get(f"{matched.path}.weight", ())]
     if not keys:
         return matched
-    matched = dataclasses.replace(matched, source=checkpoint.format_of(keys[0]))
+    matched = dataclasses.replace(matched, source=checkpoint.format_of(keys[0]), asked=matched.config)
     return dataclasses.replace(matched, config=matched.fitted(matched.operator, matched.config))
+
+
+def for_ranks(matched: MatchedModule, style: str | None, ranks: int) -> MatchedModule:
+    """The module of a tensor-parallel group: `kept` decodes what a rank's part would divide, as blocks of fp8.
+
+    style   how its layer is cut; None: not at all
+    """
+    module: Any = matched.module
+    if style is None or matched.source is None or not _leaves_open(matched.asked):
+        return matched
+    dim, size = (0, module.out_features) if style.startswith("colwise") else (1, module.in_features)
+    if matched.source.is_whole_in(dim, size // ranks):
+        return matched
+    return dataclasses.replace(matched, config=matched.asked, source=None)
 
 
 def some(paths: Sequence[str]) -> str:

@@ -30,6 +30,7 @@ from ktinject.planning.match import grouped
 from ktinject.planning.modules import (
     MatchedModule,
     find_modules,
+    for_ranks,
     some,
     with_checkpoint_format,
     without_experts,
@@ -80,6 +81,8 @@ def make(
         modules = [with_checkpoint_format(module, checkpoint, mapping) for module in modules]
     has_weights = checkpoint is None and not next(model.parameters()).is_meta
     styles = {} if group is None else _cut(model, modules, has_weights, group)
+    if group is not None:
+        modules = [for_ranks(module, styles.get(module.path), group.size) for module in modules]
     candidates = ((_stands_on(model, where, devices),),) if has_weights else where.candidates
     cuts: dict[str, Cut] = {}
     with tensor_parallel.applied(model, styles, 1 if group is None else group.size):

@@ -6,6 +6,7 @@
 
 #include <initializer_list>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -38,6 +39,10 @@ nb::object exported(nb::handle source) noexcept;
 using Weight = Array<nb::ro, nb::ndim<2>>;
 using Bias = Array<nb::ro, nb::ndim<1>>;
 using Blocks = Array<const uint8_t, nb::ndim<2>>;
+using Codes = Array<const uint8_t, nb::ndim<2>>;
+using Scales = Array<const float, nb::ndim<2>, nb::c_contig>;
+template <class T>
+using Rows = Array<const T, nb::ndim<2>>;
 using Input = Array<nb::ro, nb::ndim<2>, nb::c_contig>;
 using Output = Array<nb::ndim<2>, nb::c_contig>;
 using Float2d = Array<float, nb::ndim<2>, nb::c_contig>;
@@ -95,6 +100,50 @@ inline gemm::KSource source_of(const Blocks& rows) {
   if (rows.shape(1) > 1 && rows.stride(1) != 1)
     throw std::invalid_argument("rows: the bytes of a row must be contiguous");
   return {rows.data(), size_of(rows.shape(0), "rows"), rows.shape(1), rows.stride(0)};
+}
+
+// Codes of a checkpoint with what belongs to them: of fp8, of NVFP4, and of integers.
+inline gemm::Fp8Source source_of(const Codes& codes, const Scales& scales) {
+  return {codes.data(),
+          size_of(codes.shape(0), "codes"),
+          size_of(codes.shape(1), "codes"),
+          codes.stride(0),
+          codes.stride(1),
+          scales.data(),
+          size_of(scales.shape(0), "scales"),
+          size_of(scales.shape(1), "scales")};
+}
+
+inline gemm::Nvfp4Source source_of(const Codes& codes, const Codes& scales, float factor) {
+  if (codes.shape(0) != scales.shape(0)) throw std::invalid_argument("scales: found another number of rows than codes");
+  return {codes.data(),
+          size_of(codes.shape(0), "codes"),
+          size_of(codes.shape(1) * 2, "codes"),
+          codes.stride(0),
+          codes.stride(1),
+          scales.data(),
+          size_of(scales.shape(1), "scales"),
+          scales.stride(0),
+          scales.stride(1),
+          factor};
+}
+
+inline gemm::IntegerSource source_of(const Codes& codes, const Rows<float>& scales,
+                                     const std::optional<Rows<uint8_t>>& zeros) {
+  if (scales.shape(0) != codes.shape(0)) throw std::invalid_argument("scales: found another number of rows than codes");
+  if (scales.stride(1) != 1 && scales.shape(1) > 1) throw std::invalid_argument("scales: rows must be contiguous");
+  if (zeros && (zeros->shape(0) != scales.shape(0) || zeros->shape(1) != scales.shape(1) ||
+                zeros->stride(0) != scales.stride(0) || (zeros->stride(1) != 1 && zeros->shape(1) > 1)))
+    throw std::invalid_argument("zeros: found another layout than that of scales");
+  return {codes.data(),
+          size_of(codes.shape(0), "codes"),
+          size_of(codes.shape(1), "codes"),
+          codes.stride(0),
+          codes.stride(1),
+          scales.data(),
+          zeros ? zeros->data() : nullptr,
+          size_of(scales.shape(1), "scales"),
+          scales.stride(0)};
 }
 
 inline gemm::Source source_of(const Bias& bias) {

@@ -16,10 +16,6 @@
 namespace ktinject {
 namespace {
 
-using Codes = Array<const uint8_t, nb::ndim<2>>;
-template <class T>
-using Rows = Array<const T, nb::ndim<2>>;
-using Scales = Array<const float, nb::ndim<2>, nb::c_contig>;
 using RoutingWeights = Array<const float, nb::ndim<2>, nb::c_contig>;
 
 moe::Projection projection_of(const std::string& name) {
@@ -64,49 +60,16 @@ void load(moe::Experts& self, const std::string& projection, int expert, const W
 
 void load_integers(moe::Experts& self, const std::string& projection, int expert, const Codes& codes,
                    const Rows<float>& scales, const std::optional<Rows<uint8_t>>& zeros) {
-  const gemm::IntegerSource source{codes.data(),
-                                   size_of(codes.shape(0), "codes"),
-                                   size_of(codes.shape(1), "codes"),
-                                   codes.stride(0),
-                                   codes.stride(1),
-                                   scales.data(),
-                                   zeros ? zeros->data() : nullptr,
-                                   size_of(scales.shape(1), "scales"),
-                                   scales.stride(0)};
-  if (scales.shape(0) != codes.shape(0)) throw std::invalid_argument("scales: found another number of rows than codes");
-  if (scales.stride(1) != 1 && scales.shape(1) > 1) throw std::invalid_argument("scales: rows must be contiguous");
-  if (zeros && (zeros->shape(0) != scales.shape(0) || zeros->shape(1) != scales.shape(1) ||
-                zeros->stride(0) != scales.stride(0) || (zeros->stride(1) != 1 && zeros->shape(1) > 1)))
-    throw std::invalid_argument("zeros: found another layout than that of scales");
-  self.load_integers(projection_of(projection), expert, source);
+  self.load_integers(projection_of(projection), expert, source_of(codes, scales, zeros));
 }
 
 void load_fp8(moe::Experts& self, const std::string& projection, int expert, const Codes& codes, const Scales& scales) {
-  const gemm::Fp8Source source{codes.data(),
-                               size_of(codes.shape(0), "codes"),
-                               size_of(codes.shape(1), "codes"),
-                               codes.stride(0),
-                               codes.stride(1),
-                               scales.data(),
-                               size_of(scales.shape(0), "scales"),
-                               size_of(scales.shape(1), "scales")};
-  self.load_fp8(projection_of(projection), expert, source);
+  self.load_fp8(projection_of(projection), expert, source_of(codes, scales));
 }
 
 void load_nvfp4(moe::Experts& self, const std::string& projection, int expert, const Codes& codes, const Codes& scales,
                 float factor) {
-  if (codes.shape(0) != scales.shape(0)) throw std::invalid_argument("scales: found another number of rows than codes");
-  const gemm::Nvfp4Source source{codes.data(),
-                                 size_of(codes.shape(0), "codes"),
-                                 size_of(codes.shape(1) * 2, "codes"),
-                                 codes.stride(0),
-                                 codes.stride(1),
-                                 scales.data(),
-                                 size_of(scales.shape(1), "scales"),
-                                 scales.stride(0),
-                                 scales.stride(1),
-                                 factor};
-  self.load_nvfp4(projection_of(projection), expert, source);
+  self.load_nvfp4(projection_of(projection), expert, source_of(codes, scales, factor));
 }
 
 void load_blocks(moe::Experts& self, const std::string& projection, int expert, const Blocks& rows) {

@@ -1,9 +1,11 @@
 // One dense layer.
 #include "gemm/linear.hpp"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
+#include <optional>
 #include <tuple>
 
 #include "bindings/arrays.hpp"
@@ -71,6 +73,23 @@ void init_linear(nb::module_& m) {
       .def(
           "load", [](gemm::Linear& self, const Weight& weight) { self.load(source_of(weight)); }, nb::arg("weight"),
           nb::call_guard<WithoutGil>(), "Pack weight [out, in], any strides.")
+      .def(
+          "load_fp8",
+          [](gemm::Linear& self, const Codes& codes, const Scales& scales) { self.load_fp8(source_of(codes, scales)); },
+          nb::arg("codes"), nb::arg("scales"), nb::call_guard<WithoutGil>(), "As Experts.load_fp8, codes [out, in].")
+      .def(
+          "load_nvfp4",
+          [](gemm::Linear& self, const Codes& codes, const Codes& scales, float factor) {
+            self.load_nvfp4(source_of(codes, scales, factor));
+          },
+          nb::arg("codes"), nb::arg("scales"), nb::arg("factor"), nb::call_guard<WithoutGil>(),
+          "As Experts.load_nvfp4, codes [out, in / 2].")
+      .def(
+          "load_integers",
+          [](gemm::Linear& self, const Codes& codes, const Rows<float>& scales,
+             const std::optional<Rows<uint8_t>>& zeros) { self.load_integers(source_of(codes, scales, zeros)); },
+          nb::arg("codes"), nb::arg("scales"), nb::arg("zeros").none() = nb::none(), nb::call_guard<WithoutGil>(),
+          "As Experts.load_integers, codes [out, in].")
       .def(
           "load_blocks", [](gemm::Linear& self, const Blocks& rows) { self.load_blocks(source_of(rows)); },
           nb::arg("rows"), nb::call_guard<WithoutGil>(),

@@ -68,21 +68,38 @@ void Linear::check(const Source& source, int k, const char* what) const {
            std::to_string(config_.out_features) + ", " + std::to_string(k) + "]");
 }
 
-void Linear::load(const Source& weight) {
+template <class Pack>
+void Linear::load_as(int n, int k, const Pack& pack) {
   const runtime::Session workers;
-  check(weight, config_.in_features, "weight");
+  check({nullptr, DType::f32, n, k, 0, 0}, config_.in_features, "weight");
   has_weight_ = false;  // what an error leaves is no weight
-  pack_matrix(*workers, matrix_, *vector_ops_, weight, paired_tiles, data_.data(), "weight");
+  const PanelRun whole[] = {{0, matrix_.panels, data_.data()}};
+  pack(*workers, paired_tiles, whole, "weight");
   has_weight_ = true;
 }
 
+void Linear::load(const Source& weight) {
+  load_as(weight.n, weight.k,
+          [&](auto& workers, const auto&... to) { pack_matrix(workers, matrix_, *vector_ops_, weight, to...); });
+}
+
+void Linear::load_fp8(const Fp8Source& weight) {
+  load_as(weight.n, weight.k, [&](auto& workers, const auto&... to) { pack_fp8(workers, matrix_, weight, to...); });
+}
+
+void Linear::load_nvfp4(const Nvfp4Source& weight) {
+  load_as(weight.n, weight.k, [&](auto& workers, const auto&... to) { pack_nvfp4(workers, matrix_, weight, to...); });
+}
+
+void Linear::load_integers(const IntegerSource& weight) {
+  load_as(weight.n, weight.k,
+          [&](auto& workers, const auto&... to) { pack_integers(workers, matrix_, weight, to...); });
+}
+
 void Linear::load_blocks(const KSource& weight) {
-  const runtime::Session workers;
-  check({nullptr, DType::f32, weight.n, config_.in_features, 0, 0}, config_.in_features, "weight");
-  has_weight_ = false;
-  const PanelRun whole[] = {{0, matrix_.panels, data_.data()}};
-  pack_k_quants(*workers, matrix_, weight, paired_tiles, whole, "weight");
-  has_weight_ = true;
+  // The length of the rows tells how many inputs there are; it is checked where they are packed.
+  load_as(weight.n, config_.in_features,
+          [&](auto& workers, const auto&... to) { pack_k_quants(workers, matrix_, weight, to...); });
 }
 
 void Linear::load_bias(const Source& bias) {

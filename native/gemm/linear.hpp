@@ -37,6 +37,10 @@ class Linear {
   void allocate();
   // weight [out, in]. Throws std::domain_error when a row holds a NaN or an infinity and the format has scales.
   void load(const Source& weight);
+  // The same from what a checkpoint stores, for a layer of that format; see gemm/pack.hpp.
+  void load_fp8(const Fp8Source& weight);
+  void load_nvfp4(const Nvfp4Source& weight);
+  void load_integers(const IntegerSource& weight);
   // The same from a GGUF file's blocks of the layer's format, for K-quants.
   void load_blocks(const KSource& weight);
   void load_bias(const Source& bias);
@@ -66,6 +70,8 @@ class Linear {
 
  private:
   void check(const Source& source, int k, const char* what) const;
+  template <class Pack>
+  void load_as(int n, int k, const Pack& pack);
   bool reads_as(const Linear& other) const;
   static void run(std::span<const Product> products, const void* x, DType dtype, int rows);
   void multiply(const PackedActivations& rows, const Kernel& kernel, int first_panel, int panels, DType dtype,

@@ -90,10 +90,12 @@ def linear(out_features: int, in_features: int) -> Any:
     return made
 
 
-def superblocks() -> Any:
+def unfilled(weights: str, group_size: int = 0, symmetric: bool = True) -> Any:
+    """A linear layer of 64 outputs and 256 inputs."""
     made = _native.Linear(
-        out_features=64, in_features=256, weights="q4_k", group_size=0, has_bias=False, kernel="auto"
-    )
+        out_features=64, in_features=256, weights=weights, group_size=group_size, symmetric=symmetric,
+        has_bias=False, kernel="auto",
+    )  # fmt: skip
     made.allocate()
     return made
 
@@ -221,8 +223,28 @@ CASES: dict[str, Case] = {
         },
     ),
     "Linear.load": lambda: (linear(32, 64).load, {"weight": torch.randn(32, 64)}),
+    "Linear.load_fp8": lambda: (
+        unfilled("fp8").load_fp8,
+        {"codes": torch.zeros(64, 256, dtype=torch.uint8), "scales": torch.ones(1, 2)},
+    ),
+    "Linear.load_nvfp4": lambda: (
+        unfilled("nvfp4").load_nvfp4,
+        {
+            "codes": torch.zeros(64, 128, dtype=torch.uint8),
+            "scales": torch.zeros(64, 16, dtype=torch.uint8),
+            "factor": 1.0,
+        },
+    ),
+    "Linear.load_integers": lambda: (
+        unfilled("int4", 128, symmetric=False).load_integers,
+        {
+            "codes": torch.ones(64, 256, dtype=torch.uint8),
+            "scales": torch.ones(64, 2),
+            "zeros": torch.ones(64, 2, dtype=torch.uint8),
+        },
+    ),
     "Linear.load_blocks": lambda: (
-        superblocks().load_blocks,
+        unfilled("q4_k").load_blocks,
         {"rows": torch.zeros(64, 144, dtype=torch.uint8)},
     ),
     "Linear.load_bias": lambda: (linear(32, 64).load_bias, {"bias": torch.randn(32)}),

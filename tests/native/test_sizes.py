@@ -53,6 +53,12 @@ CALLS: dict[str, Callable[[Any], Any]] = {
         rows(room, torch.float16),
     ),
     "Linear.load": lambda room: allocated(linear(64, 48)).load(wide(MANY, 48)),
+    "Linear.load_fp8": lambda room: allocated(linear(64, 48, "fp8")).load_fp8(
+        rows(room, torch.uint8), torch.ones(1, 1)
+    ),
+    "Linear.load_nvfp4": lambda room: allocated(linear(64, 48, "nvfp4")).load_nvfp4(
+        rows(room, torch.uint8), rows(room, torch.uint8), 1.0
+    ),
     "Linear.load_bias": lambda room: allocated(linear(64, 48)).load_bias(wide(MANY)),
     "Linear.forward": lambda room: allocated(linear(1, 1)).forward(
         rows(room, torch.float16), rows(room, torch.float16)

@@ -31,12 +31,12 @@ def experts(
     return silu_experts(3, hidden, inner, weights, group_size, has_bias)
 
 
-def linear(out_features: int, in_features: int, weights: str = "bf16") -> _native.Linear:
+def linear(out_features: int, in_features: int, weights: str = "bf16", group_size: int = 0) -> _native.Linear:
     return _native.Linear(
         out_features=out_features,
         in_features=in_features,
         weights=weights,
-        group_size=0,
+        group_size=group_size,
         has_bias=True,
         kernel="auto",
     )
@@ -100,6 +100,9 @@ LAYER, BLOCKS, DENSE = allocated(experts()), allocated(experts("fp8")), allocate
 INTEGERS = allocated(experts("int4", inner=64, group_size=32))
 FOURS = allocated(experts("nvfp4", inner=64))
 SUPERBLOCKS = allocated(experts("q4_k", hidden=256, inner=256)), allocated(linear(64, 256, "q4_k"))
+LAYERS = {
+    name: allocated(linear(64, 64, name, 32 if name == "int4" else 0)) for name in ("fp8", "nvfp4", "int4")
+}
 STATE = torch.Generator().manual_seed(0).get_state()
 
 # Each takes a turn at the pool.
@@ -141,6 +144,15 @@ TAKE: dict[str, Callable[[], Any]] = {
     "Linear.has_bias": lambda: DENSE.has_bias,
     "Linear.allocate": lambda: linear(64, 48).allocate(),
     "Linear.load": lambda: DENSE.load(torch.ones(64, 48)),
+    "Linear.load_fp8": lambda: LAYERS["fp8"].load_fp8(
+        torch.ones(64, 64, dtype=torch.uint8), torch.ones(1, 1)
+    ),
+    "Linear.load_nvfp4": lambda: LAYERS["nvfp4"].load_nvfp4(
+        torch.ones(64, 32, dtype=torch.uint8), torch.ones(64, 4, dtype=torch.uint8), 1.0
+    ),
+    "Linear.load_integers": lambda: LAYERS["int4"].load_integers(
+        torch.ones(64, 64, dtype=torch.uint8), torch.ones(64, 2)
+    ),
     "Linear.load_blocks": lambda: SUPERBLOCKS[1].load_blocks(torch.zeros(64, 144, dtype=torch.uint8)),
     "Linear.load_bias": lambda: DENSE.load_bias(torch.ones(64)),
     "Linear.mark_loaded": lambda: DENSE.mark_loaded(),

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 import operator as operator_module
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import ktinject
 from ktinject import OperatorError, PlanError, _native
+from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.formats.base import Codes, Format, Fp8Blocks, Nvfp4
 from ktinject.machine import detect
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 from ktinject.operators.expert_formats import K_QUANTS
@@ -22,10 +28,19 @@ from tests.models import tiny
 from tests.reference import multiplied, relative_error, rounding, to_bf16, to_int8
 
 MODELS = Path(__file__).parents[2] / "examples/models"
+GOLDEN = Path(__file__).parents[1] / "ktinject/checkpoints/golden"
 
 # Relative error of one product against the original weights; those of the experts, which are two products, are in
 # reference.py. Seen: 2.5e-3, 1.2e-2, 0.11 for groups of 32.
-TOLERANCE = {"bf16": 4e-3, "int8": 2e-2, "int4": 0.14, "fp8": 4e-2, "mxfp4": 0.14}
+TOLERANCE = {
+    "bf16": 4e-3,
+    "int8": 2e-2,
+    "int4": 0.14,
+    "fp8": 4e-2,
+    "mxfp4": 0.14,
+    "fp8_channel": 4e-2,
+    "nvfp4": 0.14,
+}
 # Against the unpacked weights and activations rounded as the kernels round them: fp32 sums remain, and for int4 on
 # AMX the second rounding of the weights, to the int8 grid of their column. Seen: 3e-7 and 5e-3.
 EMULATED = {"exact": 1e-5, "amx_int4": 1e-2}
@@ -74,6 +89,119 @@ def test_close_to_the_layer_it_replaces(weights: str) -> None:
     assert relative_error(operator(x), layer(x)) <= TOLERANCE[weights]
     assert relative_error(operator.weight, layer.weight) <= TOLERANCE[weights]
     assert torch.equal(operator.bias, layer.bias)
+
+
+# What formats of checkpoints are kept as; of those in no format of the kernels, bf16.
+KEPT = {
+    "awq": ("int4 group 32 with zero points", "kept, scales rounded to bf16"),
+    "fp8_block": ("bf16", "rounded to bf16"),  # 16 × 64
+    "fp8_channel": ("fp8_channel", "kept"),
+    "fp8_tensor": ("fp8", "kept"),
+    "gptq4": ("int4 group 32", "kept, scales rounded to bf16"),
+    "gptq4_zeros": ("int4 group 64 with zero points", "kept, scales rounded to bf16"),
+    "gptq8": ("bf16", "rounded to bf16"),
+    "gptq8_zeros": ("bf16", "rounded to bf16"),
+    "int8_channel": ("int8", "kept"),
+    "int8_group": ("bf16", "rounded to bf16"),
+    "int8_zeros": ("bf16", "rounded to bf16"),
+    "modelopt_nvfp4": ("nvfp4", "kept"),
+    "mxfp4": ("mxfp4", "exact"),
+    "mxfp8": ("bf16", "exact"),
+    "nvfp4": ("nvfp4", "kept, 1 / scale rounded to fp32"),
+    "packed4": ("int4 group 32", "kept"),
+    "packed4_channel": ("int4 group 128", "kept"),
+    "packed4_zeros": ("int4 group 32 with zero points", "kept"),
+    "packed8": ("bf16", "rounded to bf16"),
+    "packed8_zeros": ("bf16", "rounded to bf16"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.safetensors")))
+def test_a_checkpoints_own_format_is_kept(name: str, tmp_path: Path) -> None:
+    """Files of the libraries that define the formats: `kept` has their values, and multiplies by them."""
+    tensors = load_file(GOLDEN / f"{name}.safetensors")
+    values = tensors.pop("values")
+    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
+        config = json.loads(file.metadata()["quantization_config"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    n, k = values.shape
+    with Checkpoint.open(tmp_path, config) as checkpoint:
+        form = checkpoint.format_of("x.weight")
+        kept = CpuLinearConfig(device="cpu", weights="kept")
+        if form.is_taken(CpuLinear.native_formats):
+            kept = CpuLinear.use_checkpoint_format(kept, form)
+        operator = CpuLinear.build(nn.Linear(k, n, bias=False), kept)
+        weights, word = KEPT[name]
+        assert (operator.describe()["weights"], operator.keeping(form)) == (weights, word)
+        operator.allocate()
+        is_stored = form.is_taken(operator.native_formats)
+        assert is_stored == word.startswith("kept")
+        if is_stored:
+            operator.load_stored("weight", checkpoint.stored("x.weight"), None, None)
+        else:
+            operator.load("weight", checkpoint.decode("x.weight"), None, None)
+    operator.finish()
+    found = operator.unpack("weight")
+    if word in ("kept", "exact"):
+        assert found.to(values.dtype).equal(values)
+    else:
+        last_place = 2**-22 if "fp32" in word else 2**-8
+        values = values.float()
+        assert bool(((found - values).abs() <= values.abs() * (last_place + 2**-8)).all())
+    x = torch.randn(21, k)
+    rounded = to_bf16(x) if rounding(operator.config.weights) == "bf16" else to_int8(x)
+    want = rounded @ multiplied(found, operator.config.weights).T
+    limit = EMULATED["amx_int4" if "amx_int4" in operator.native.kernels[0] else "exact"]
+    assert relative_error(operator(x), want) <= limit
+    assert relative_error(operator(x[:1]), want[:1]) <= limit
+
+
+def test_codes_that_do_not_fit_are_refused() -> None:
+    fp8 = torch.zeros(200, 256).to(torch.float8_e4m3fn)
+    grid = torch.ones(2, 2)
+
+    def load(weights: str, stored: Any, **arguments: Any) -> None:
+        operator = CpuLinear.build(
+            linear(200, 256), CpuLinearConfig(device="cpu", weights=weights, **arguments)
+        )
+        operator.allocate()
+        try:
+            operator.load_stored("weight", stored, None, None)
+        finally:
+            assert not operator.native.has_weight
+
+    with pytest.raises(OperatorError, match=r"blocks of 64 × 128; weights: fp8 keeps 128 × 128"):
+        load("fp8", Fp8Blocks(fp8, torch.ones(4, 2), (64, 128)))
+    with pytest.raises(OperatorError, match=r"found shape \[200, 128\]; expected \[200, 256\]"):
+        load("fp8", Fp8Blocks(fp8[:, :128], grid[:, :1], (128, 128)))
+    with pytest.raises(OperatorError, match=r"found scales \[2, 1\]; expected \[2, 2\]"):
+        load("fp8", Fp8Blocks(fp8, grid[:, :1], (128, 128)))
+    with pytest.raises(OperatorError, match=r"the scale of block \[0, 0\] is 0\.0"):
+        load("fp8", Fp8Blocks(fp8, 0 * grid, (128, 128)))
+    with pytest.raises(OperatorError, match="fp8 codes for nvfp4 weights"):
+        load("nvfp4", Fp8Blocks(fp8, grid, (128, 128)))
+    codes, scales = torch.zeros(200, 128, dtype=torch.uint8), torch.ones(200, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(OperatorError, match=r"the scale of all is 0\.0"):
+        load("nvfp4", Nvfp4(codes, scales, torch.tensor(0.0)))
+    with pytest.raises(OperatorError, match="found 15 groups for 256 inputs"):
+        load("nvfp4", Nvfp4(codes, scales[:, :15], torch.tensor(1.0)))
+    whole = torch.zeros(200, 256, dtype=torch.uint8)
+    with pytest.raises(OperatorError, match="found 4 groups; expected 2"):
+        load("int4", Codes(whole, torch.ones(200, 4)))
+    with pytest.raises(OperatorError, match="found zero points; these weights have none"):
+        load("int4", Codes(whole, torch.ones(200, 2), torch.ones(200, 2, dtype=torch.uint8)))
+    with pytest.raises(OperatorError, match="g_idx puts the inputs of a group apart"):
+        load("int4", Codes(whole, torch.ones(200, 2), None, torch.arange(256) // 128))
+    with pytest.raises(OperatorError, match="integers for bf16 weights; decode them first"):
+        load("bf16", Codes(whole, torch.ones(200, 1), bits=8))
+
+
+def test_a_kernel_that_is_named_decides_about_the_format() -> None:
+    form = Format("fp8_channel", block=(1, 64), encoding="fp8_channel")
+    kept = CpuLinearConfig(device="cpu", weights="kept", kernel="reference_bf16")
+    assert CpuLinear.use_checkpoint_format(kept, form) == kept
+    named = replace(kept, kernel="reference_fp8_channel")
+    assert CpuLinear.use_checkpoint_format(named, form).weights == "fp8_channel"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -16,6 +16,7 @@ from ktinject.errors import CheckpointError, shown
 
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}  # dtype → format
 _CHECK_ELEMENTS = 1 << 22
+_GGUF_BLOCK = 256  # inputs of the longest
 _TITLES: list[str] = []  # of all formats that are read
 
 
@@ -54,6 +55,14 @@ class Format:
             return bool(self.encoding)
         zeros = " zeros" if self.has_zeros else ""
         return not self.is_ordered and f"{self.encoding}/{self.group_size}{zeros}" in native_formats
+
+    def is_whole_in(self, dim: int, length: int) -> bool:
+        """Whether parts of so many outputs (0) or inputs (1) leave together what shares a scale."""
+        if not self.encoding or (self.encoding == "fp8_channel" and dim == 1):
+            return True
+        if self.encoding == "fp8" and self.block is not None:
+            return length % self.block[dim] == 0
+        return dim == 0 or length % (self.group_size or _GGUF_BLOCK) == 0
 
     @property
     def is_plain(self) -> bool:

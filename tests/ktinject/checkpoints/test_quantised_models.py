@@ -187,12 +187,15 @@ CASES: dict[str, tuple[Callable[[Tensor], Parts], bool, dict[str, Any], str, str
 }  # fmt: skip
 
 
-def stored(name: str, plain: Path, folder: Path) -> dict[str, Tensor]:
-    """Write the model with its experts in a format. Returns the state of the model of their decoded values."""
+def stored(name: str, plain: Path, folder: Path, inside: str = ".experts.") -> dict[str, Tensor]:
+    """Write the model with its experts in a format. Returns the state of the model of their decoded values.
+
+    inside   of other matrices than experts': what their names have in them
+    """
     parts_of, fused, config, *_ = CASES[name]
     tensors, experts = {}, dict[str, dict[int, Tensor]]()
     for key, tensor in load_file(plain / "model.safetensors").items():
-        if ".experts." not in key:
+        if inside not in key or not key.endswith("_proj.weight"):
             tensors[key] = tensor.bfloat16()
         elif not fused:
             parts = parts_of(tensor.float())
@@ -268,6 +271,53 @@ def test_experts_keep_what_the_checkpoint_has(name: str, tiny_qwen3_moe: Path, t
     # Of the median token: where two experts are nearly equal, the router may choose the other one.
     error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
     assert error < (0.08 if runs.startswith("int") else 0.03)
+
+
+# The same of linear layers: name → the format that they run in; the plan's word is that of experts.
+LINEARS = {name: runs for name, (_, fused, _, _, runs) in CASES.items() if not fused}
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_linears_keep_what_the_checkpoint_has(name: str, tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    word, runs = CASES[name][3], LINEARS[name]
+    state = stored(name, tiny_qwen3_moe, tmp_path, inside=".self_attn.")
+    model = ktinject.load(tmp_path, devices="cpu", progress=False)
+    attention = [
+        one for one in model.ktinject.replacements if ".self_attn." in one.path and "_proj" in one.path
+    ]
+    assert len(attention) == 4 * model.config.num_hidden_layers
+    assert {(one.runs["values"], one.runs["weights"], one.operator) for one in attention} == {
+        (word, runs, "cpu_linear")
+    }
+    assert any(f"attention: values: {word}" in line for line in str(model.ktinject).splitlines())
+    for one in attention:
+        ours, values = model.get_submodule(one.path).unpack("weight"), state[f"{one.path}.weight"]
+        if word.startswith(("kept (", "exact")):
+            assert ours.equal(values)
+        else:
+            most = 2**-22 if "fp32" in word else 2**-8
+            assert bool(((ours - values).abs() <= values.abs() * most).all())
+    out = model.generate(torch.arange(12)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert out.shape == (1, 16)
+
+    plain = Qwen3MoeForCausalLM.from_pretrained(tiny_qwen3_moe).bfloat16().float().eval()
+    plain.load_state_dict({one: state[one].float() for one in state if ".self_attn." in one}, strict=False)
+    # With bf16 around them, the router chooses others of nearly equal experts, as in transformers' own bf16.
+    model = ktinject.load(tmp_path, devices="cpu", progress=False, dtype=torch.float32)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        want, got = plain(ids).logits, model(ids).logits
+    error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
+    assert error < (0.06 if runs.startswith("int") else 0.03)
+
+
+def test_linears_are_decoded_where_bf16_is_asked_for(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    stored("nvfp4", tiny_qwen3_moe, tmp_path, inside=".self_attn.")
+    model = ktinject.load(tmp_path, devices="cpu", progress=False, variables={"dense": "bf16"})
+    runs = {
+        one.runs["weights"]: one.runs["values"] for one in model.ktinject.replacements if "values" in one.runs
+    }
+    assert runs == {"bf16": "rounded to bf16 (nvfp4)"}
 
 
 def test_a_table_of_groups_that_desc_act_denies_is_refused(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
