@@ -30,6 +30,7 @@ setup(
         "ktinject.sglang",
         "ktinject.testing",
         "ktinject.tools",
+        "ktinject.vllm",
     ],
     package_dir={
         "ktinject": "ktinject",

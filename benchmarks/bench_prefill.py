@@ -1,9 +1,11 @@
 """Long prompts under `generate`: experts on the CPU, streamed through the GPU, and as `prefill: auto` decides.
 
     python benchmarks/bench_prefill.py --weights bf16 int4 --csv benchmarks/results.csv
+    python benchmarks/bench_prefill.py --set gpu_experts=0.25 --ways bus gpu   # what those on the GPU spare the bus
 
-One model for each format, whose operators are told where to compute before each test; the first prompt, which pays
-for the measurement and the ring, is shown beside the others.
+One model for each format, whose operators are told where to compute before each test, in turns; the first prompt, which
+pays for the measurement and the ring, is shown beside the others. With --scattered each nth expert is on the GPU, as
+after many exchanges, and not the first ones.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from rows import about, add_arguments, of_model, record
 
 from ktinject import rules
 from ktinject.operators.hybrid_experts import HybridExperts
+from ktinject.operators.offload import gpu_experts
 from ktinject.tools import benchmark, random_models
 
 # The part of the experts that passes through the GPU; other parts are given as numbers.
-WAYS = {"cpu": "0", "gpu": "1"}
+WAYS = {"cpu": "0", "gpu": "1", "bus": "1"}
 
 
 def choose(model: torch.nn.Module, way: str) -> None:
@@ -28,6 +31,9 @@ def choose(model: torch.nn.Module, way: str) -> None:
     for operator in model.modules():
         if isinstance(operator, HybridExperts):
             operator.__dict__.pop("_streams", None)
+            if operator.streamed is not None:  # by the bus come also those that are on the GPU
+                here = operator.streamed.__dict__.setdefault("_at_hand", operator.streamed.here)
+                operator.streamed.here = None if way == "bus" else here
             if way != "auto":
                 passing = round(float(WAYS.get(way, way)) * operator.num_experts)
                 operator._streams = lambda tokens, top_k, n=passing: n  # type: ignore[method-assign]
@@ -68,16 +74,23 @@ def main() -> None:
         "--ways",
         nargs="+",
         default=["auto", "cpu", "gpu"],
-        help="auto, cpu, gpu, or the part of the experts that passes through the GPU",
+        help="auto, cpu, gpu, bus (gpu, and those on the GPU are sent as well), or the part of the experts that "
+        "passes through the GPU",
     )
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="variables of the rules")
+    parser.add_argument("--scattered", action="store_true")
     parser.add_argument("-p", "--prompt", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("-r", "--repetitions", type=int, default=3)
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="TOKENS")
     arguments = parser.parse_args()
     config = random_models.config(arguments.shape, arguments.layers)
+    if arguments.scattered:
+        gpu_experts.hottest = lambda counts, n: tuple(i * len(counts) // n for i in range(n))
     lines = []
     for weights in arguments.weights:
-        model = random_models.build(config, variables=rules.parse_overrides([f"experts={weights}"]))
+        model = random_models.build(
+            config, variables=rules.parse_overrides([f"experts={weights}", *arguments.set])
+        )
         shown = about(
             arguments, arguments.shape, config.num_hidden_layers, routing="random tokens", weights=weights
         )
@@ -93,15 +106,21 @@ def main() -> None:
             flush=True,
         )
         for tokens in arguments.prompt:
-            for way in arguments.ways:
-                choose(model, way)
-                result = benchmark.prefill(model, tokens, arguments.repetitions)
+            found: dict[str, list[float]] = {way: [] for way in arguments.ways}
+            for _ in range(arguments.repetitions):
+                for way in arguments.ways:
+                    choose(model, way)
+                    found[way] += benchmark.prefill(model, tokens, 1).rates
+            for way, rates in found.items():
+                result = benchmark.Result(f"pp{tokens}", tokens, tuple(rates), "prefill")
                 how = f"prefill {way}"
                 if way == "auto":
-                    how += f", {parts[tokens]} of {operator.num_experts} experts streamed"
+                    how += f", {parts[tokens]} of {operator.num_experts} experts on the GPU"
                 lines.append(of_model(shown, result, kernel=how))
                 print(
-                    f"{weights:5} {result.test:7} {way:4} {result.mean:9.1f} ± {result.deviation:.1f} t/s",
+                    f"{weights:5} {result.test:7} {way:4} {result.mean:9.1f} ± {result.deviation:.1f} t/s, "
+                    f"{1e3 * tokens / result.mean:.1f} ms, {max(rates) / max(found[arguments.ways[0]]):.2f} times "
+                    f"{arguments.ways[0]} at best",
                     flush=True,
                 )
         for tokens in arguments.profile:

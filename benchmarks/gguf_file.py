@@ -4,6 +4,7 @@
     python benchmarks/gguf_file.py /dev/shm/b.gguf --shape qwen3.5-35b-a3b --layers 40       # or gpt-oss-20b
     python benchmarks/bench_generate.py --vocab 32768 --llama-bench ./llama-bench --gguf int4=/dev/shm/a.gguf
     python benchmarks/gguf_file.py /dev/shm/c.gguf --layers 48 --tokenizer           # for llama.cpp's server
+    python benchmarks/gguf_file.py /dev/shm/d.gguf --type q4_k --head q6_k           # K-quants, as published files
 
 Time depends on shapes, and on which experts tokens choose: as many different ones as with ktinject's own random
 weights. One MiB of these is written again and again.
@@ -30,7 +31,9 @@ TYPES = {
     "q8_0": (8, 32, 34),
     "q4_0": (2, 32, 18),
     "q4_k": (12, 256, 144),
+    "q6_k": (14, 256, 210),
 }
+MATRICES = [kind for kind in TYPES if kind not in ("f32", "f16")]
 ALIGNMENT = 32
 
 Tensor = tuple[str, str, Sequence[int]]  # name, type, shape with the outermost extent first
@@ -128,13 +131,13 @@ def tokenizer(vocab: int) -> dict[str, Any]:
 
 def _tensors(config: Any, layers: Sequence[Mapping[str, tuple[str, Sequence[int]]]]) -> list[Tensor]:
     """layers  names without the layer's number, and without ".weight" where they have no dot."""
-    table = ("bf16", (config.vocab_size, config.hidden_size))
-    tensors: list[Tensor] = [("token_embd.weight", *table)]
+    table = (config.vocab_size, config.hidden_size)
+    tensors: list[Tensor] = [("token_embd.weight", "bf16", table)]
     for number, layer in enumerate(layers):
         for name, each in layer.items():
             whole = name.removesuffix(".") if "." in name else f"{name}.weight"
             tensors.append((f"blk.{number}.{whole}", *each))
-    return [*tensors, ("output_norm.weight", "f32", (config.hidden_size,)), ("output.weight", *table)]
+    return [*tensors, ("output_norm.weight", "f32", (config.hidden_size,)), ("output.weight", "bf16", table)]
 
 
 def _experts(config: Any, kind: str) -> dict[str, tuple[str, Sequence[int]]]:
@@ -260,11 +263,16 @@ def some(kind: str, std: float, rng: np.random.Generator) -> bytes:
         low, high = rng.integers(1, 16, (2, len(blocks), 16), dtype=np.uint8)  # -7 to 7
         blocks[:, 2:] = low | high << 4
     # Deviation of the codes; those of q4_k are 0 to 15 in steps of its scale, less 7.5 of them.
-    step = std / {"q8_0": 74, "q4_0": 4.3, "q4_k": 32 * 4.61}[kind]
+    step = std / {"q8_0": 74, "q4_0": 4.3, "q4_k": 32 * 4.61, "q6_k": 32 * 18.5}[kind]
+    scale = np.array([step], dtype=np.float16).view(np.uint8)
+    if kind == "q6_k":  # codes are -32 to 31 in steps of a scale, which is as often negative
+        blocks[:, 192:208] = np.array([32, -32] * 8, dtype=np.int8).view(np.uint8)
+        blocks[:, 208:] = scale
+        return blocks.tobytes()
     if kind == "q4_k":
         blocks[:, 2:4] = np.array([7.5 * step], dtype=np.float16).view(np.uint8)
         blocks[:, 4:16] = [160] * 8 + [0] * 4  # eight scales and eight minima of six bits, each 32
-    blocks[:, :2] = np.array([step], dtype=np.float16).view(np.uint8)
+    blocks[:, :2] = scale
     return blocks.tobytes()
 
 
@@ -284,22 +292,29 @@ def data(tensors: Sequence[Tensor], rng: np.random.Generator) -> Iterator[bytes]
         yield bytes(padded(total) - total)
 
 
+def with_head(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
+    """The same with an output layer of this type."""
+    return [(name, kind if name == "output.weight" else own, shape) for name, own, shape in tensors]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=WRITERS)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--type", default="q4_0", choices=["bf16", "q8_0", "q4_0", "q4_k"])
+    parser.add_argument("--type", default="q4_0", choices=MATRICES)
+    parser.add_argument("--head", default="bf16", choices=MATRICES, help="type of the output layer")
     parser.add_argument("--tokenizer", action="store_true", help="write one, which llama.cpp's server needs")
     arguments = parser.parse_args()
     config = random_models.config(arguments.shape, arguments.layers, vocab_size=arguments.vocab)
     metadata, tensors = WRITERS[arguments.shape](config, arguments.type)
-    rows = TYPES[arguments.type][1]
-    if cut := next(
-        (name for name, kind, shape in tensors if kind == arguments.type and shape[-1] % rows), None
-    ):
-        parser.error(f"{arguments.type} has blocks of {rows} values, which do not divide the rows of {cut}.")
+    tensors = with_head(tensors, arguments.head)
+    for name, kind, shape in tensors:
+        if shape[-1] % TYPES[kind][1]:
+            parser.error(
+                f"{kind} has blocks of {TYPES[kind][1]} values, which do not divide the rows of {name}."
+            )
     if arguments.tokenizer:
         metadata |= tokenizer(arguments.vocab)
     with arguments.file.open("wb") as file:

@@ -11,7 +11,8 @@ The CPU holds every expert. Without a GPU, or if gradients are needed, it comput
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -239,14 +240,7 @@ class HybridExperts(CpuExperts):
             return
         device = torch.device(self.config.device)
         self.handoff.prepare(device)
-        if self.resident:
-            try:
-                self.on_gpu = GpuExperts(
-                    self._for_gpu, self.num_experts, self.resident, device, self._spares()
-                )
-            except (RuntimeError, ValueError) as error:
-                raise OperatorError(f"hybrid_experts: {error}") from None
-        self._for_gpu = self.native
+        # First, since it page-locks the experts: the bus then takes them at its full speed.
         if self.config.prefill != "cpu" and StreamedExperts.support(self.spec):
             try:
                 self.streamed = StreamedExperts(self.spec, self.native, device)
@@ -254,8 +248,21 @@ class HybridExperts(CpuExperts):
                 if self.config.streams_from is not None:
                     raise OperatorError(f"hybrid_experts: {error}. Use prefill: cpu.") from None
                 log.warning("prompts stay on the CPU: %s", error)
-        if self.on_gpu is not None and self.on_gpu.spares:
-            self._join_cache(self.on_gpu, device)
+        if self.resident:
+            try:
+                self.on_gpu = GpuExperts(
+                    self._for_gpu, self.num_experts, self.resident, device, self._spares()
+                )
+            except (RuntimeError, ValueError) as error:
+                raise OperatorError(f"hybrid_experts: {error}") from None
+        is_same, self._for_gpu = self._for_gpu is self.native, self.native
+        here = self.on_gpu
+        if here is not None and here.spares:
+            self._join_cache(here, device)
+        if here is not None and self.streamed is not None and is_same:
+            first = here.first_places
+            places = (lambda: first) if self.seat is None else self.seat.places
+            self.streamed.here = streaming.Here(here.native, here.memory, places)
 
     def _join_cache(self, here: GpuExperts, device: torch.device) -> None:
         try:
@@ -347,33 +354,45 @@ class HybridExperts(CpuExperts):
         return Underway(ticket, self.on_gpu.forward(hidden_states, asked.chosen, weights))
 
     def _stream(self, count: int, x: Tensor, ids: Tensor, weights: Tensor) -> Started:
-        """Stream the first `count` experts through the GPU, while the CPU computes the others."""
-        assert self.streamed is not None
-        if count == self.num_experts:
-            return self.streamed.forward(x, ids, weights)
-        # The CPU's part is submitted first: it would otherwise wait for the work that is queued on the GPU.
-        ticket = self.handoff.submit(x, ids.masked_fill((ids >= 0) & (ids < count), -1), weights)
-        return Underway(ticket, self.streamed.forward(x, ids, weights, count, torch.float32))
+        """Compute `count` experts on the GPU, those that are there and the first of the others, while the CPU computes
+        the rest."""
+        streamed = self.streamed
+        assert streamed is not None
+        if streamed.here is None or self.seat is None:
+            held: AbstractContextManager[Sequence[int]] = nullcontext(streamed.places())
+        else:
+            held = self.seat.held(torch.cuda.current_stream(x.device))
+        with held as places:
+            if count == self.num_experts:
+                return streamed.forward(x, ids, weights, places=places)
+            # The CPU's part is submitted first: it would otherwise wait for the work that is queued on the GPU.
+            ticket = self.handoff.submit(x, ids.masked_fill(streamed.passes(ids, count, places), -1), weights)
+            return Underway(ticket, streamed.forward(x, ids, weights, count, torch.float32, places))
 
     def streams(self, tokens: int, top_k: int) -> bool:
         """Whether experts are streamed through the GPU for so many tokens; never in a graph."""
         return self._streams(tokens, top_k) > 0
 
     def _streams(self, tokens: int, top_k: int) -> int:
-        """How many experts to stream through the GPU, the first ones; 0 if the CPU computes this call."""
+        """How many experts to compute on the GPU as `_stream` does; 0 if the CPU computes this call."""
         if self.streamed is None or tokens <= MOST_TOKENS or top_k == 0:
             return 0
         if self.config.streams_from is not None:
             return self.num_experts if tokens >= self.config.streams_from else 0
         if tokens < streaming.FEWEST_TOKENS:
             return 0
+        here = 0 if self.streamed.here is None else len(self.resident)
+        absent = self.num_experts - here
+        if not absent:
+            return self.num_experts
         if self._rates is None:
             try:
                 self._rates = prefill_rates.measure(self.streamed, weights_in_words(self.config), top_k)
             except torch.OutOfMemoryError:
                 self._keep_on_cpu()
                 return 0
-        return self._rates.passing(tokens, self.num_experts)
+        streamed = self._rates.passing(tokens, absent, absent / self.num_experts)
+        return here + streamed if streamed else 0
 
     def _keep_on_cpu(self) -> None:
         text = "no room to stream experts through the GPU"

@@ -174,7 +174,8 @@ def test_plot_or_how_to_get_it(
 
 
 @pytest.mark.parametrize(
-    "kind, hidden, inner", [("bf16", 64, 96), ("q8_0", 64, 96), ("q4_0", 64, 96), ("q4_k", 256, 256)]
+    "kind, hidden, inner",
+    [("bf16", 64, 96), ("q8_0", 64, 96), ("q4_0", 64, 96), ("q4_k", 256, 256), ("q6_k", 256, 256)],
 )
 def test_gguf_files_hold_a_model_whose_tokens_differ(
     kind: str, hidden: int, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +198,7 @@ def test_gguf_files_hold_a_model_whose_tokens_differ(
         vocab_size=600,
     )
     metadata, tensors = gguf_file.qwen3_moe(config, kind)
+    tensors = gguf_file.with_head(tensors, kind)
     metadata |= gguf_file.tokenizer(600)
     path = tmp_path / "a.gguf"
     pieces = gguf_file.data(tensors, numpy.random.default_rng(0))
@@ -204,6 +206,12 @@ def test_gguf_files_hold_a_model_whose_tokens_differ(
     with Checkpoint.open(path) as checkpoint:
         expert = checkpoint.decode("model.layers.1.mlp.experts.15.down_proj.weight").float()
         embeddings = checkpoint.decode("model.embed_tokens.weight").float()
+        types = {name: checkpoint.bytes_of(name) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    _, values, size = gguf_file.TYPES[kind]
+    assert types == {
+        "lm_head.weight": 600 * hidden // values * size,
+        "model.embed_tokens.weight": 600 * hidden * 2,
+    }
     assert expert.shape == (hidden, inner) and abs(expert.mean()) < 0.002 and 0.017 < expert.std() < 0.023
     assert len(embeddings.unique(dim=0)) == 600 and 0.9 < embeddings.std() < 1.1
     model = ktinject.load(path, devices="cpu", progress=False)
@@ -295,3 +303,26 @@ def test_a_round_of_llama_cpps_server_that_takes_too_long_counts_what_was_writte
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("; ended after 2 s")
     assert 0.5 < float(line.partition(" clients: ")[2].split()[0]) <= 1.0
+
+
+def test_where_the_gpu_is_in_a_step_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's pass, three steps of two layers, and the begin of another."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import bench_sglang_engine
+
+    events, now = [{"cat": "cpu_op", "name": "forward", "ts": 0, "dur": 9000}], 0.0
+
+    def step(layers: int, scale: float) -> None:
+        nonlocal now
+        for _ in range(layers):
+            for name, gap, took in (("gemm", 1, 10), ("wait_kernel<bf16>", 2, 50)):
+                now += gap * scale
+                events.append({"cat": "kernel", "name": name, "ts": now, "dur": took * scale})
+                now += took * scale
+
+    step(2, 7)
+    for _ in range(3):
+        step(2, 1)
+    said = bench_sglang_engine.parts(events, 2)
+    assert said.endswith("126 µs; 100 waiting for the CPU, 20 in other kernels, 6 in none")
+    assert "too few" in bench_sglang_engine.parts(events[:4], 2)

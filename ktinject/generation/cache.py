@@ -238,12 +238,6 @@ class FixedCache:
         """So many of those that there was made room for are none."""
         self._used -= tokens
 
-    def go_on(self, tokens: int) -> None:
-        """What follows from so many tokens more that are there, of a text whose layers all keep all tokens."""
-        self.cache_position += tokens
-        self.positions += tokens
-        self.mask[..., : self._used + 1] = True
-
     def bucket(self, size: int) -> KVBucket:
         if size not in self._buckets:
             layers = []

@@ -56,9 +56,10 @@ class GovernedLoop:
         )
         ends = getattr(config, "_eos_token_tensor", None)
         self._ends = set() if ends is None else {*ends.tolist()}
-        costs = runner.costs.setdefault(request.name, Costs())
+        costs = runner.costs.setdefault(request.name, Costs(0.0 if source.is_free else None))
         self._governor = Governor(min(source.most, steps.most - 1), costs, is_shadowed=source.is_free)
         self._shadow = Shadow(self._governor)
+        self._look()
         self._text: list[int] = request.input_ids[0].tolist()
         self._captures = runner.captures
         self._started = 0.0
@@ -115,9 +116,25 @@ class GovernedLoop:
             return ()
         if not self._source.is_free:
             count = self._governor.count(most, queued=False)
+            if count and self._governor.costs.price is None:
+                self._measure()
+                count = self._governor.count(min(most, self._source.most), queued=False)
+                self._started = self._clock()
             return self._source.candidates(count) if count else ()
         found = self._source.candidates(most)
         return found[: self._governor.count(len(found), queued=False)]
+
+    def _measure(self) -> None:
+        """What the source's candidates cost."""
+        costs, start = self._governor.costs, self._clock()
+        costs.price = self._source.price() / costs.of(1)
+        self._governor.switched(self._clock() - start)
+        self._look()
+
+    def _look(self) -> None:
+        """Do without the source where it cannot pay: what its candidates are made of costs time, too."""
+        if self._governor.is_hopeless:
+            self._source.most = 0
 
     def _verify(self, found: Sequence[int]) -> None:
         """A step of the last token and candidates."""
@@ -220,7 +237,7 @@ class GovernedLoop:
     def _plain_steps(self) -> tuple[Callable[[], Any], Callable[[Any], int]]:
         """How a step of one token is queued, which gives (what to read, logits, hidden); and how its token is read."""
         runner, steps = self._runner, self._steps
-        asks = self._source.asks_hidden and steps.most > 1
+        asks = self._source.asks_hidden and self._source.most > 0 and steps.most > 1
         # A twin with few kernels notes what its logits are made of, others do so in steps of several tokens alone.
         if asks and self._decoding.fused is None:
             mailbox, ids = self._verified, torch.tensor([self._text[-1:]]).to(runner.device)

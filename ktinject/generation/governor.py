@@ -8,6 +8,9 @@ token of the text. Outcomes come from steps that verified candidates, and, of ca
 the text itself: `Shadow` compares them with what steps of one token write. So nothing has to be tried to see that
 candidates became better. Where that is not known, trials with growing gaps show it.
 
+What candidates cost themselves is measured without trying any, where they are not free, as soon as steps have lasted so
+long that this may be lost. Where even candidates that are always right could not make up for it, none is tried.
+
 Whatever was expected: steps that wrote less than steps of one token would have in that time are a loss, and while
 losses exceed a share of the request's time, nothing is tried.
 """
@@ -24,6 +27,9 @@ _TIMES = 9
 _GUESS = 0.6
 # The least that a token more may turn out to cost: what a trial must promise at that price.
 _CHEAP = 0.25
+# What candidates that are not free cost beside their step while nobody has measured it, in seconds: an MTP head is one
+# layer, but computed by transformers, whose own time hardly depends on the model.
+_PRICE_S = 3e-3
 # How often the first candidate is right, before one was seen; the others are expected to be as good as those before.
 # Where the text shows it soon, nothing is tried before it has.
 _FIRST, _FIRST_OF_SHADOWED = 0.6, 0.2
@@ -41,9 +47,13 @@ _GAP, _LONGEST_GAP = 8, 512
 
 
 class Costs:
-    """What steps cost, by their tokens, and what it costs to go from one kind to the other."""
+    """What steps cost, by their tokens, and what it costs to go from one kind to the other.
 
-    def __init__(self) -> None:
+    price   of candidates that no step has verified yet, in steps of one token; None: not measured
+    """
+
+    def __init__(self, price: float | None = 0.0) -> None:
+        self.price = price
         self._seconds: dict[int, deque[float]] = {}
         self._known: dict[int, float] = {}  # their medians
         self._switches: deque[float] = deque(maxlen=_TIMES)
@@ -66,6 +76,10 @@ class Costs:
         """What is lost where steps are no longer queued ahead, in seconds."""
         return statistics.median(self._switches) if self._switches else 0.0
 
+    @property
+    def price_s(self) -> float:
+        return _PRICE_S if self.price is None else self.price * self.of(1)
+
     def of(self, tokens: int) -> float:
         """Of a step of so many tokens, in seconds; while nothing was measured, relative to a step of one.
 
@@ -76,7 +90,7 @@ class Costs:
             return known[tokens]
         if len(known) < 2:
             count, seconds = next(iter(known.items()), (1, 1.0))
-            return seconds * _guess(tokens) / _guess(count)
+            return seconds * _guess(tokens) / _guess(count) + (self.price_s if count == 1 < tokens else 0.0)
         below, above = (n for n in known if n < tokens), (n for n in known if n > tokens)
         a, b = max(below, default=min(known)), min(above, default=max(known))
         if a == b or not min(known) < tokens < max(known):
@@ -146,18 +160,25 @@ class Governor:
         expected = self._expected(found)
         rates = self._rates(expected, self.costs.switch if queued else 0.0)
         best = max(range(found), key=rates.__getitem__)
-        hoped = [tokens / (1 + _CHEAP * (at + 1)) for at, tokens in enumerate(expected)]
+        price = self.costs.price_s / self.costs.of(1)
+        hoped = [tokens / (1 + _CHEAP * (at + 1) + price) for at, tokens in enumerate(expected)]
         hope = max(range(found), key=hoped.__getitem__)
         if rates[best] > _MARGIN:
             # What was slow once may be faster now.
             if hope != best and hoped[hope] > rates[best] and not self._more.waits:
                 self._trial, best = self._more, hope
             return best + 1
-        if self._any.waits or (self.is_shadowed and hoped[hope] <= _MARGIN):
+        if self._any.waits or self.is_hopeless or (self.is_shadowed and hoped[hope] <= _MARGIN):
             return 0
         # Where nobody knows how good candidates are, one is tried in any case.
         self._trial = self._any
         return hope + 1 if hoped[hope] > _MARGIN else 1
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether candidates could not pay if all of them were right, by what they cost themselves."""
+        price, most = self.costs.price, len(self._tried)
+        return price is not None and (1 + most) / (1 + _CHEAP * most + price) <= _MARGIN
 
     def note(self, tried: int, accepted: int) -> None:
         """So many of the candidates that were tried, or compared with the text, were right."""

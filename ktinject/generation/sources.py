@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -12,6 +14,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from ktinject.generation.candidates import Drafts, Request
 from ktinject.generation.lookup import Lookup
 from ktinject.hf import compat
+
+_TIMED = 3  # calls: the first one also pays for what happens once
 
 
 class Source(Protocol):
@@ -35,6 +39,9 @@ class Source(Protocol):
     def candidates(self, most: int) -> Sequence[int]:
         """Up to so many tokens that the text may go on with."""
 
+    def price(self) -> float:
+        """What the candidates of one step cost, in seconds, measured by finding some that nobody sees."""
+
 
 class _OwnLookup:
     """Prompt lookup, as lookup.py does it."""
@@ -48,6 +55,9 @@ class _OwnLookup:
 
     def read(self, hidden: Tensor | None) -> None:
         pass
+
+    def price(self) -> float:
+        return 0.0
 
 
 class _OtherLookup:
@@ -75,6 +85,9 @@ class _OtherLookup:
         tokens: list[int] = found[0, self._length :].tolist()
         return tokens[:most]
 
+    def price(self) -> float:
+        return 0.0
+
 
 class _Heads:
     """MTP heads. They read all tokens since they were last asked at once."""
@@ -86,14 +99,21 @@ class _Heads:
         self._generator, self._model = drafts.generator, model
         self.most = self._generator.num_mtp_layers
         self._text, self._device = request.input_ids.clone(), request.input_ids.device
+        self._new: list[int] = []  # tokens behind that
         self._kwargs = drafts.of_text(request)
         self._hidden: list[Tensor] | None = [hidden]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._text = torch.cat([self._text, torch.tensor([tokens], device=self._device)], dim=1)
+        self._new += tokens
+
+    def _take_in(self) -> None:
+        if not self._new:
+            return
+        self._text = torch.cat([self._text, torch.tensor([self._new], device=self._device)], dim=1)
         self._model._update_model_kwargs_for_generation(
-            BaseModelOutput(), self._kwargs, num_new_tokens=len(tokens)
+            BaseModelOutput(), self._kwargs, num_new_tokens=len(self._new)
         )
+        self._new = []
 
     def read(self, hidden: Tensor | None) -> None:
         if hidden is None or self._hidden is None:
@@ -104,6 +124,7 @@ class _Heads:
     def candidates(self, most: int) -> Sequence[int]:
         if not self._hidden:
             return ()
+        self._take_in()
         hidden, self._hidden = torch.cat(self._hidden), []
         found, _ = self._generator.get_candidates(
             self._text,
@@ -114,6 +135,30 @@ class _Heads:
         )
         tokens: list[int] = found[0, self._text.shape[1] :].tolist()
         return tokens[:most]
+
+    def price(self) -> float:
+        """Of the text's second token alone, by heads that have read nothing; the best of some."""
+        if not self._hidden:
+            return 0.0
+        self._take_in()
+        taken = []
+        for _ in range(_TIMED):
+            heads = copy.copy(self._generator)
+            heads.mtp_cache, heads.is_main_model_prefill = (
+                type(heads.mtp_cache)(config=heads.mtp_model.config),
+                True,
+            )
+            start = time.perf_counter()
+            found, _ = heads.get_candidates(
+                self._text[:, :2],
+                model_kwargs={name: None if of is None else of[:, :2] for name, of in self._kwargs.items()},
+                model_outputs=BaseModelOutput(hidden_states=(self._hidden[0][None, :1],)),
+                is_first_iteration=False,
+                n_last_matches=0,
+            )
+            found.tolist()
+            taken.append(time.perf_counter() - start)
+        return min(taken)
 
 
 def source_of(drafts: Drafts, model: Any, request: Request, hidden: Tensor | None) -> Source | None:

@@ -170,8 +170,7 @@ class TurnPass:
         with torch.inference_mode(False):
             self._ids = torch.zeros(1, most, dtype=torch.int64, device=device)
             self._order = torch.arange(most, device=device)
-            self._live = torch.zeros(most, dtype=torch.bool, device=device)
-            self._last = torch.zeros(1, dtype=torch.int64, device=device)
+            self._count = torch.ones(1, dtype=torch.int64, device=device)  # of these, without padding
             self._logits = torch.zeros(1, runner.logits.shape[1], dtype=torch.float32, device=device)
         self._graphs: dict[int, PiecewiseGraph | None] = {}
         self._proven: set[int] = set()
@@ -190,11 +189,10 @@ class TurnPass:
         cache.reserve(size)  # padding is written, too
         cache.give_back(size - count)
         self._ids.zero_()[:, :count].copy_(ids)
-        self._live.copy_(self._order < count)
-        self._last.fill_(count - 1)
+        self._count.fill_(count)
         work = functools.partial(self._compute, size)
         self._runner.replay(self._runner.graph_of(self._graphs, size, work), work)
-        cache.go_on(count)
+        cache.advance_by(self._count, self._order[:size])
         return self._logits.clone()
 
     def prepare(self, model: PreTrainedModel, ids: Tensor) -> bool:
@@ -269,8 +267,9 @@ class TurnPass:
         layers = [BucketLayer(keys, values, position, places) for keys, values in cache.layers]
         view = KVBucket(layers, position, {}, {None: mask}, cache.held_states)
         view.stages = stages
-        with submits.only(self._live[:size] if position.is_cuda else None):
-            logits = self._forward(self._ids[:, :size], places[None], view, self._last)
+        is_text = self._order[:size] < self._count
+        with submits.only(is_text if position.is_cuda else None):
+            logits = self._forward(self._ids[:, :size], places[None], view, self._count - 1)
         self._attends = parts.calls
         self._logits.copy_(logits)
 

@@ -116,6 +116,10 @@ class Layer:
             self._handoff.prepare(self._device)
             self._prompts = Prompts.of(self.given, experts, self._device)
 
+    def describe(self) -> dict[str, Any]:
+        """See `KTMoEWrapper.describe`."""
+        return {} if self._experts is None else self._experts.describe()
+
     def submit(self, x: Tensor, ids: Tensor, routing: Tensor, stream: int | None) -> None:
         """See `KTMoEWrapper.submit_forward`."""
         handed, _chain.handed = _chain.handed, None

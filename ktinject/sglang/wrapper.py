@@ -122,6 +122,11 @@ class KTMoEWrapper:
         """
         self._layer.load(physical_to_logical_map)
 
+    def describe(self) -> dict[str, Any]:
+        """How the experts are packed and computed, in words: `weights`, `kernel` and more. Nothing before they are
+        loaded."""
+        return self._layer.describe()
+
     def load_weights_from_tensors(
         self, gate: Tensor, up: Tensor, down: Tensor, physical_to_logical_map: Tensor | None = None
     ) -> None:

@@ -93,8 +93,9 @@ void def_cache(nb::module_& m) {
           "places", [](const HeldCache& self, int layer) { return self.places(layer); }, nb::arg("layer"),
           "expert → place, or -1.")
       .def(
-          "hold", [](HeldCache& self, int layer) { return self.hold(layer); }, nb::arg("layer"),
-          nb::call_guard<nb::gil_scoped_release>(), "expert → place, or -1; what lies there stays until release().")
+          "hold", [](HeldCache& self, int layer, uintptr_t stream) { return self.hold(layer, stream); },
+          nb::arg("layer"), nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>(),
+          "expert → place, or -1; what lies there can be read in this stream, and stays until release().")
       .def(
           "release", [](HeldCache& self, uintptr_t stream) { self.release(stream); }, nb::arg("stream"),
           nb::call_guard<nb::gil_scoped_release>(), "End a hold, when the work in this stream so far has ended.")

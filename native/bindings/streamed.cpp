@@ -2,6 +2,9 @@
 #include "cuda/streamed.hpp"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <vector>
 
 #include "bindings/addresses.hpp"
 #include "bindings/stream.hpp"
@@ -21,11 +24,11 @@ void init_streamed(nb::module_& m) {
       .def("packed_bytes", &cuda::Streamed::packed_bytes, nb::arg("count"), "What copy() moves for `count` experts.")
       .def(
           "copy",
-          [](const HeldStreamed& self, int first, int count, Address<> slot, cuda::Stream stream) {
-            self.copy(first, count, slot, stream);
+          [](const HeldStreamed& self, const std::vector<int>& experts, Address<> slot, cuda::Stream stream) {
+            self.copy(experts, slot, stream);
           },
-          nb::arg("first"), nb::arg("count"), nb::arg("slot"), nb::arg("stream"),
-          "Put a copy of experts first..first+count-1 to device memory into the stream.")
+          nb::arg("experts"), nb::arg("slot"), nb::arg("stream"),
+          "Put a copy of these experts to device memory into the stream.")
       .def(
           "unpack",
           [](const HeldStreamed& self, Address<> slot, int count, Address<> gate_up, Address<> down,
@@ -33,6 +36,13 @@ void init_streamed(nb::module_& m) {
           nb::arg("slot"), nb::arg("count"), nb::arg("gate_up"), nb::arg("down"), nb::arg("stream"),
           "Put the unpacking of what copy() moved into the stream: gate_up [count, n, hidden] with the gate above up, "
           "down [count, hidden, intermediate], bf16.")
+      .def(
+          "unpack_resident",
+          [](const HeldStreamed& self, const cuda::Resident& shapes, Address<> memory, const std::vector<int>& places,
+             Address<> gate_up, Address<> down,
+             cuda::Stream stream) { self.unpack_resident(shapes, memory.pointer, places, gate_up, down, stream); },
+          nb::arg("shapes"), nb::arg("memory"), nb::arg("places"), nb::arg("gate_up"), nb::arg("down"),
+          nb::arg("stream"), "The same of experts that lie at these places of `memory` on the device.")
       .def(
           "activate",
           [](const HeldStreamed& self, Address<> gate_up, DType dtype, size_t rows, Address<> out,

@@ -342,15 +342,21 @@ Resident::Resident(const moe::Experts& experts) : config_(experts.config()) {
   bytes_ = experts.bytes() / static_cast<size_t>(config_.experts);
 }
 
+bool Resident::holds(const moe::Experts& experts) const {
+  const moe::ExpertsConfig& other = experts.config();
+  return other.format == config_.format && other.down_format == config_.down_format &&
+         other.hidden_size == config_.hidden_size && other.intermediate_size == config_.intermediate_size &&
+         other.group_size == config_.group_size && other.symmetric == config_.symmetric &&
+         other.activation.has_gate == config_.activation.has_gate && other.has_bias == config_.has_bias;
+}
+
 void Resident::copy(const moe::Experts& experts, int expert, void* to, Stream stream) const {
   const OnStream on(stream);
   auto put = [&](size_t at, const void* from, size_t bytes) {
     check_cuda(cudaMemcpyAsync(static_cast<std::byte*>(to) + at, from, bytes, cudaMemcpyHostToDevice, on),
                "copying an expert to the GPU");
   };
-  for (const moe::PackedRun& run : experts.packed())
-    put((run.is_down ? down_at_ : 0) + static_cast<size_t>(run.first_panel) * run.matrix.panel_bytes(),
-        run.data + run.bytes(expert), run.bytes(1));
+  for (const moe::PackedRun& run : experts.packed()) put(at(run), run.data + run.bytes(expert), run.bytes(1));
   if (!config_.has_bias) return;
   for (const bool down : {false, true}) {
     const auto values = static_cast<size_t>((down ? down_ : gate_up_).panels) * gemm::kPanel;

@@ -31,6 +31,12 @@ class Resident {
   explicit Resident(const moe::Experts& experts);
 
   size_t bytes() const { return bytes_; }
+  // Where the panels of a run lie within an expert.
+  size_t at(const moe::PackedRun& run) const {
+    return (run.is_down ? down_at_ : 0) + static_cast<size_t>(run.first_panel) * run.matrix.panel_bytes();
+  }
+  // Whether an expert of these has just these bytes.
+  bool holds(const moe::Experts& experts) const;
   int inner_width() const { return config_.intermediate_size; }
   // Copies one expert of `experts`, which must have the same shapes, to `to` on the device, in the order of `stream`.
   // Unless the memory is page-locked, the host waits for it.

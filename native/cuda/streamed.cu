@@ -7,6 +7,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -36,6 +38,14 @@ struct Shape {
   int blocks;       // along k
   int group_size;   // inputs
   size_t zeros_at;  // int4: offset of the zero points in a panel, 0 where symmetric
+};
+
+// Where the experts of a launch lie: at base + place * stride, for the kernel's panels.
+constexpr int kMostPlaces = 256;
+struct Source {
+  const std::byte* base;
+  size_t stride;
+  uint16_t places[kMostPlaces];
 };
 
 __device__ float bf16_value(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
@@ -218,11 +228,13 @@ __device__ void fill_tile_by_words(Tile& tile, const std::byte* panel, const Sha
 }
 
 template <gemm::Format kFormat>
-__global__ void __launch_bounds__(kThreads) unpack_kernel(const std::byte* packed, Shape shape, Target target) {
+__global__ void __launch_bounds__(kThreads)
+    unpack_kernel(const __grid_constant__ Source source, Shape shape, Target target) {
   __shared__ __align__(16) Tile tile;
   const int panel_index = static_cast<int>(blockIdx.y), expert = static_cast<int>(blockIdx.z);
   const int first = static_cast<int>(blockIdx.x) * kInputs;
-  const std::byte* panel = packed + (static_cast<size_t>(expert) * gridDim.y + panel_index) * shape.panel_bytes;
+  const std::byte* panel =
+      source.base + source.places[expert] * source.stride + static_cast<size_t>(panel_index) * shape.panel_bytes;
   if constexpr (gemm::is_k_quant(kFormat)) fill_tile<kFormat>(tile, panel, first);
   else fill_tile_by_words<kFormat>(tile, panel, shape, first);
   __syncthreads();
@@ -335,36 +347,73 @@ size_t Streamed::packed_bytes(int count) const {
   return bytes;
 }
 
-void Streamed::copy(int first, int count, void* slot, Stream stream) const {
+void Streamed::copy(const std::vector<int>& experts, void* slot, Stream stream) const {
   const OnStream on(stream);
+  for (const int expert : experts)
+    if (expert < first_ || expert >= experts_.config().experts)
+      throw std::invalid_argument("streamed experts: found " + std::to_string(expert) + "; allowed: " +
+                                  std::to_string(first_) + " to " + std::to_string(experts_.config().experts - 1));
   auto* to = static_cast<std::byte*>(slot);
-  for (const moe::PackedRun& run : runs_) {
-    const size_t bytes = run.bytes(count);
-    for (size_t at = 0; at < bytes; at += kPieceBytes)
-      check_cuda(cudaMemcpyAsync(to + at, run.data + run.bytes(first) + at, std::min(kPieceBytes, bytes - at),
-                                 cudaMemcpyHostToDevice, on),
-                 "copying packed experts to the GPU");
-    to += bytes;
-  }
+  for (const moe::PackedRun& run : runs_)
+    for (size_t at = 0, next = 0; at < experts.size(); at = next) {
+      // As many as lie one behind another.
+      for (next = at + 1; next < experts.size() && experts[next] == experts[next - 1] + 1;) ++next;
+      const std::byte* from = run.data + run.bytes(experts[at]);
+      const size_t bytes = run.bytes(static_cast<int>(next - at));
+      for (size_t piece = 0; piece < bytes; piece += kPieceBytes)
+        check_cuda(
+            cudaMemcpyAsync(to + piece, from + piece, std::min(kPieceBytes, bytes - piece), cudaMemcpyHostToDevice, on),
+            "copying packed experts to the GPU");
+      to += bytes;
+    }
 }
 
 void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, Stream stream) const {
-  const OnStream on(stream);
+  std::vector<int> places(static_cast<size_t>(count));
+  std::iota(places.begin(), places.end(), 0);
   const auto* from = static_cast<const std::byte*>(slot);
-  const moe::ExpertsConfig& config = experts_.config();
   for (const moe::PackedRun& run : runs_) {
-    const gemm::Matrix& matrix = run.matrix;
-    if (matrix.k % 8 != 0) throw std::invalid_argument("unpacking on a GPU: widths must be multiples of 8");
-    const bool paired = !run.is_down && config.activation.has_gate;
-    const int rows = run.is_down ? config.hidden_size : config.intermediate_size * (paired ? 2 : 1);
-    const Target target{static_cast<__nv_bfloat16*>(run.is_down ? down : gate_up), rows, matrix.k,
+    unpack_run(run, from, run.bytes(1), places, run.is_down ? down : gate_up, stream);
+    from += run.bytes(count);
+  }
+}
+
+void Streamed::unpack_resident(const Resident& shapes, const void* memory, const std::vector<int>& places,
+                               void* gate_up, void* down, Stream stream) const {
+  if (!shapes.holds(experts_))
+    throw std::invalid_argument("unpacking experts on a GPU: they have other shapes, or another format, there");
+  for (const moe::PackedRun& run : runs_)
+    unpack_run(run, static_cast<const std::byte*>(memory) + shapes.at(run), shapes.bytes(), places,
+               run.is_down ? down : gate_up, stream);
+}
+
+// Panels of a run, of experts at from + place * stride → out [places, rows, k].
+void Streamed::unpack_run(const moe::PackedRun& run, const std::byte* from, size_t stride,
+                          const std::vector<int>& places, void* out, Stream stream) const {
+  const OnStream on(stream);
+  const moe::ExpertsConfig& config = experts_.config();
+  const gemm::Matrix& matrix = run.matrix;
+  if (matrix.k % 8 != 0) throw std::invalid_argument("unpacking on a GPU: widths must be multiples of 8");
+  const bool paired = !run.is_down && config.activation.has_gate;
+  const int rows = run.is_down ? config.hidden_size : config.intermediate_size * (paired ? 2 : 1);
+  size_t zeros_at = 0;
+  if (matrix.format == gemm::Format::int4 && !matrix.symmetric) zeros_at = gemm::int4_zeros_at(matrix.groups());
+  const Shape shape{matrix.panel_bytes(), matrix.head_bytes(), matrix.blocks(), matrix.group_size, zeros_at};
+  for (size_t first = 0; first < places.size(); first += kMostPlaces) {
+    const size_t count = std::min<size_t>(kMostPlaces, places.size() - first);
+    Source source{from, stride, {}};
+    for (size_t i = 0; i < count; ++i) {
+      const int place = places[first + i];
+      if (place < 0 || place > std::numeric_limits<uint16_t>::max())
+        throw std::invalid_argument("unpacking experts on a GPU: found place " + std::to_string(place) +
+                                    "; allowed: 0 to 65535");
+      source.places[i] = static_cast<uint16_t>(place);
+    }
+    const Target target{static_cast<__nv_bfloat16*>(out) + first * static_cast<size_t>(rows) * matrix.k, rows, matrix.k,
                         paired ? config.intermediate_size : 0, run.first_panel};
-    size_t zeros_at = 0;
-    if (matrix.format == gemm::Format::int4 && !matrix.symmetric) zeros_at = gemm::int4_zeros_at(matrix.groups());
-    const Shape shape{matrix.panel_bytes(), matrix.head_bytes(), matrix.blocks(), matrix.group_size, zeros_at};
     const dim3 grid(static_cast<unsigned>((matrix.k + kInputs - 1) / kInputs), static_cast<unsigned>(run.panels),
                     static_cast<unsigned>(count));
-    const auto launch = [&](auto kernel) { kernel<<<grid, kThreads, 0, on>>>(from, shape, target); };
+    const auto launch = [&](auto kernel) { kernel<<<grid, kThreads, 0, on>>>(source, shape, target); };
     switch (matrix.format) {
       case gemm::Format::bf16:
         launch(unpack_kernel<gemm::Format::bf16>);
@@ -407,7 +456,6 @@ void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, St
         break;
     }
     check_cuda(cudaGetLastError(), "unpacking experts on the GPU");
-    from += run.bytes(count);
   }
 }
 

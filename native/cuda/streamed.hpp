@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/resident.hpp"
 #include "cuda/stream.hpp"
 #include "moe/experts.hpp"
 
@@ -21,17 +22,24 @@ class Streamed {
 
   // What copy() moves for `count` experts.
   size_t packed_bytes(int count) const;
-  // Experts first..first+count-1 → slot, packed_bytes(count) of device memory.
-  void copy(int first, int count, void* slot, Stream stream) const;
+  // These experts → slot, packed_bytes(experts.size()) of device memory. Throws std::invalid_argument for one that is
+  // not page-locked.
+  void copy(const std::vector<int>& experts, void* slot, Stream stream) const;
   // What copy() left in slot → gate_up [count, n, hidden] and down [count, hidden, intermediate], dequantised and
   // rounded to bf16; n = 2 * intermediate with the gate above up, or intermediate where there is no gate. Widths must
   // be multiples of 8.
   void unpack(const void* slot, int count, void* gate_up, void* down, Stream stream) const;
+  // The same of experts that lie at these places of `memory` on the device: nothing is copied. Throws
+  // std::invalid_argument where `shapes` are not those of the experts.
+  void unpack_resident(const Resident& shapes, const void* memory, const std::vector<int>& places, void* gate_up,
+                       void* down, Stream stream) const;
   // gate_up [rows, n] of dtype → out [rows, intermediate] bf16: what the down projection multiplies.
   void activate(const void* gate_up, DType dtype, size_t rows, void* out, Stream stream) const;
 
  private:
   void unlock() noexcept;
+  void unpack_run(const moe::PackedRun& run, const std::byte* from, size_t stride, const std::vector<int>& places,
+                  void* out, Stream stream) const;
   std::byte* locked_from(const moe::PackedRun& run) const;
   const moe::Experts& experts_;
   const int first_;

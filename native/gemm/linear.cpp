@@ -24,6 +24,9 @@ constexpr int kMostResults = 4096;
 // Less than this is left to the caller: waking workers would cost more.
 constexpr size_t kSerialBytes = size_t{128} << 10;
 constexpr int kTasksPerThread = 4;
+// And a task of few rows reads no more than this: who is late with the last one holds up all.
+constexpr size_t kMostTaskBytes = size_t{256} << 10;
+constexpr int kReadRows = 4;
 // Layers over one input that are multiplied together.
 constexpr size_t kMostTogether = 4;
 
@@ -212,7 +215,9 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   const PackedActivations all{input, matrix.row_bytes(), rows, scale, sums, outliers, matrix.row_scales()};
   const int row_blocks = (rows + kMostRows - 1) / kMostRows;
   const int per_block = std::max(1, workers.threads() * kTasksPerThread / row_blocks);
-  const int run_length = std::clamp(panels / per_block, 1, kMostResults / std::min(kMostRows, round_up(rows, kTile)));
+  int run_length = std::clamp(panels / per_block, 1, kMostResults / std::min(kMostRows, round_up(rows, kTile)));
+  if (rows <= kReadRows)
+    run_length = std::min(run_length, std::max(1, static_cast<int>(kMostTaskBytes / matrix.panel_bytes())));
   std::array<int, kMostTogether + 1> starts{};  // of each layer's runs
   for (size_t i = 0; i < products.size(); ++i)
     starts[i + 1] = starts[i] + (products[i].linear->matrix_.panels + run_length - 1) / run_length;

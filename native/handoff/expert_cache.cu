@@ -176,9 +176,13 @@ std::vector<int> ExpertCache::places(int layer) const {
   return layers_.at(layer).place_of;
 }
 
-std::vector<int> ExpertCache::hold(int layer) {
+std::vector<int> ExpertCache::hold(int layer, uintptr_t raw_stream) {
   std::lock_guard lock(mutex_);
   std::vector<int> places = layers_.at(layer).place_of;
+  // The last exchange may have been ordered behind its copies in another stream alone.
+  OnDevice on(device_);
+  check_cuda(cudaStreamWaitEvent(reinterpret_cast<cudaStream_t>(raw_stream), event_of(copied_), 0),
+             "waiting for copies of experts");
   ++holds_;
   return places;
 }

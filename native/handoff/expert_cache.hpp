@@ -70,9 +70,9 @@ class ExpertCache {
   void step(uintptr_t stream);
   // The place of each expert of a layer, or -1.
   std::vector<int> places(int layer) const;
-  // The same. What lies there stays until release(), and until the work that is in
-  // `stream` by then has ended.
-  std::vector<int> hold(int layer);
+  // The same; it is there for the work that `stream` gets from now on. What lies there stays until release(), and until
+  // the work that is in `stream` by then has ended.
+  std::vector<int> hold(int layer, uintptr_t stream);
   void release(uintptr_t stream);
   CacheCounts counts(int layer) const;
 

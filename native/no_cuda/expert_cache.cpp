@@ -12,7 +12,7 @@ int ExpertCache::join(const CachedLayer&, const std::vector<int>&, int) { refuse
 void ExpertCache::leave(int) { refuse(); }
 void ExpertCache::step(uintptr_t) { refuse(); }
 std::vector<int> ExpertCache::places(int) const { refuse(); }
-std::vector<int> ExpertCache::hold(int) { refuse(); }
+std::vector<int> ExpertCache::hold(int, uintptr_t) { refuse(); }
 void ExpertCache::release(uintptr_t) { refuse(); }
 CacheCounts ExpertCache::counts(int) const { refuse(); }
 

@@ -137,7 +137,7 @@ class Seat:
     def held(self, stream: torch.cuda.Stream) -> Iterator[list[int]]:
         """Inside the `with` block, no expert is overwritten; nor before what the stream has queued by its end is done.
         Gives `places()`."""
-        places = self.cache.native.hold(self.number)
+        places = self.cache.native.hold(self.number, stream.cuda_stream)
         try:
             yield places
         finally:

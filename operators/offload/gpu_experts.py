@@ -112,6 +112,7 @@ class GpuExperts:
         self.resident = list(resident)  # at first, by place
         places = torch.full((num_experts,), -1, dtype=torch.int32)
         places[self.resident] = torch.arange(len(resident), dtype=torch.int32)
+        self.first_places: tuple[int, ...] = (*places.tolist(),)  # for good, where experts do not move
         self.places = places.to(device)
         self.traffic = torch.zeros_like(self.places)
         torch.cuda.current_stream(device).synchronize()

@@ -65,18 +65,25 @@ class Rates:
     # How many times as long the CPU, and the bus, take beside each other.
     slowed: tuple[float, float] = (_SLOWED, _SLOWED)
 
-    def streamed_s(self, tokens: int) -> float:
-        """All experts through the GPU: its own work hides behind the bus, or the bus behind that."""
-        return max(self.bus_s, _at(self.gpu_s, tokens) if self.gpu_s else 0.0) + _STREAMED_S
+    def streamed_s(self, tokens: int, absent: float = 1.0) -> float:
+        """All experts on the GPU: its own work hides behind the bus, or the bus behind that.
+
+        absent   the share of the experts that has to be sent
+        """
+        return max(absent * self.bus_s, _at(self.gpu_s, tokens) if self.gpu_s else 0.0) + _STREAMED_S
 
     def computed_s(self, tokens: int) -> float:
         """All experts on the CPU."""
         return _at(self.cpu_s, tokens) + tokens * self.token_s + self.host_s
 
-    def passing(self, tokens: int, experts: int) -> int:
-        """How many of a layer's experts should pass through the GPU: none, all, or as many as keep both sides busy."""
-        computed_s, streamed_s = self.computed_s(tokens), self.streamed_s(tokens)
-        cpu_s = self.slowed[0] * (computed_s - self.host_s - tokens * self.token_s)
+    def passing(self, tokens: int, experts: int, absent: float = 1.0) -> int:
+        """How many of so many experts should be sent to the GPU: none, all, or as many as keep both sides busy.
+
+        absent   their share of the layer's experts; the others are on the GPU, and are computed there in any case. For
+                 the CPU alone nothing is taken off for them: the GPU's kernels beside it are made for few tokens
+        """
+        computed_s, streamed_s = self.computed_s(tokens), self.streamed_s(tokens, absent)
+        cpu_s = absent * self.slowed[0] * (computed_s - self.host_s - tokens * self.token_s)
         bus_s = self.slowed[1] * (streamed_s - _STREAMED_S)
         share = cpu_s / (cpu_s + bus_s)
         both_s = share * bus_s + tokens * self.token_s + _BOTH_S
@@ -158,10 +165,11 @@ def _measure(streamed: StreamedExperts, top_k: int) -> Rates:
     spec, device, source = streamed.spec, streamed.ring.device, streamed.source
     experts = spec.num_experts - streamed.first
     count = streamed.most_experts(streaming.CHUNK_BYTES)
+    chunk = (*range(streamed.first, streamed.first + count),)
     memory = torch.empty(source.packed_bytes(count), dtype=torch.uint8, device=device)
 
     def copy() -> None:
-        source.copy(streamed.first, count, address("memory", memory, memory.device), stream_of(device))
+        source.copy(chunk, address("memory", memory, memory.device), stream_of(device))
 
     chunk_s = min(_seconds_on(device, copy) for _ in range(3))
     bus_s = chunk_s / count * experts

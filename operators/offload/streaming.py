@@ -1,9 +1,10 @@
 """Long prompts: the packed experts of each layer are streamed to the GPU, which computes them.
 
 The experts stay packed in page-locked RAM. A ring of slots on the GPU receives copies of them, a chunk of experts at a
-time. Copies run ahead of the computation, also into the next layers, so that the bus is busy during attention, too. The
-GPU unpacks each chunk to bf16 and multiplies it with the tokens of its experts. So the time of a layer is that of the
-bus, for any number of tokens.
+time; those that lie on the GPU for decoding, packed in the same way, are read where they are. Copies run ahead of the
+computation, also into the next layers, so that the bus is busy during attention, too. The GPU unpacks each chunk to
+bf16 and multiplies it with the tokens of its experts. So the time of a layer is that of the bus, for any number of
+tokens that the GPU multiplies meanwhile.
 
 If CPU and bus need about equally long, each gets a part of the experts, and both work at the same time. The CPU gets
 its part first. A kernel reads its result directly from page-locked RAM, since a copy would wait behind the experts that
@@ -19,8 +20,9 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +44,7 @@ SLOTS = 3
 # With fewer tokens, `auto` never streams: rates are measured with many tokens, and decoding must not depend on them.
 FEWEST_TOKENS = 128
 _ALL = 1 << 30
+_MOST_RANKS = 2  # tables of a layer that stay on the GPU: of all experts, and of a part
 # Bytes for the answers of a layer, one for each pair of a token and an expert. They are kept until all experts have
 # passed, so a longer prompt goes through the layer in parts.
 ANSWER_BYTES = 1 << 30
@@ -54,11 +57,18 @@ class _Slot:
     usable: torch.cuda.Event  # its chunk has been unpacked, so the next copy may begin
 
 
+class Chunk(NamedTuple):
+    """Experts of a layer that are unpacked together."""
+
+    experts: tuple[int, ...]
+    places: tuple[int, ...] | None = None  # where they lie on the GPU; None: they come over the bus
+
+
 @dataclass
 class _Copy:
     layer: weakref.ref[StreamedExperts]
     index: int
-    experts: tuple[int, int]  # first, count
+    chunks: list[Chunk]  # of the layer, over the bus; this is the one at `index`
     slot: _Slot
 
 
@@ -75,7 +85,7 @@ class Ring:
         self._free: deque[_Slot] = deque()
         self._ahead: deque[_Copy] = deque()  # oldest first
         self._idle = torch.cuda.Event()  # the workspace is free
-        self.passing = _ALL  # how many experts of a layer are streamed: the first ones
+        self.passing = _ALL  # how many experts of a layer pass through the GPU; see StreamedExperts.passing
 
     def join(self, layer: StreamedExperts) -> None:
         """Add a layer. Layers are streamed in the order in which they join."""
@@ -119,67 +129,86 @@ class Ring:
             self._free.append(slot)
         self._chunk_bytes = wanted
 
-    def chunks(self, layer: StreamedExperts) -> list[tuple[int, int]]:
-        """(first expert, count) of each chunk of a layer."""
-        most, experts = layer.most_experts(self._chunk_bytes), min(self.passing, layer.spec.num_experts)
-        return [(first, min(most, experts - first)) for first in range(layer.first, experts, most)]
+    def chunks(self, layer: StreamedExperts, places: Sequence[int]) -> list[Chunk]:
+        """What passes through the GPU, in the order of the computation. `places` as in StreamedExperts.passing."""
+        most = layer.most_experts(self._chunk_bytes)
+        here, absent = layer.passing(self.passing, places)
+        over = [Chunk(some) for some in _cut(absent, most)]
+        there = [Chunk(some, tuple(places[expert] for expert in some)) for some in _cut(here, most)]
+        # While another layer is computed the slots fill up, so those come first; the bus has all of the others' time.
+        half = (len(over) + 1) // 2
+        return [*over[:half], *there, *over[half:]]
 
-    def unpacked(self, layer: StreamedExperts) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """(first, count, gate_up [count, n, hidden], down [count, hidden, intermediate]) for every chunk of a layer.
+    def unpacked(
+        self, layer: StreamedExperts, chunks: Sequence[Chunk]
+    ) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
+        """(chunk, gate_up [count, n, hidden], down [count, hidden, intermediate]) for every chunk of a layer.
 
         The tensors are overwritten when the next chunk is asked for. Call with the lock held.
         """
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(self._idle)
-        for index, (first, count) in enumerate(self.chunks(layer)):
-            slot = self._take(layer, index, (first, count))
+        over, index = [chunk for chunk in chunks if chunk.places is None], 0
+        for chunk in chunks:
+            if chunk.places is not None:
+                yield chunk, *layer.unpack_here(chunk.places, self._workspace)
+                continue
+            slot = self._take(layer, over, index)
             stream.wait_event(slot.filled)
             self._free.append(slot)
-            gate_up, down = layer.unpack(slot.memory, count, self._workspace)
+            gate_up, down = layer.unpack(slot.memory, len(chunk.experts), self._workspace)
             slot.usable.record(stream)
-            self._run_ahead(layer, index)
-            yield first, count, gate_up, down
+            self._run_ahead(layer, over, index)
+            index += 1
+            yield chunk, gate_up, down
         self._idle.record(stream)
 
-    def _take(self, layer: StreamedExperts, index: int, experts: tuple[int, int]) -> _Slot:
+    def _take(self, layer: StreamedExperts, chunks: list[Chunk], index: int) -> _Slot:
         while self._ahead:
             copy = self._ahead.popleft()
-            if copy.layer() is layer and copy.experts == experts:
+            if copy.layer() is layer and copy.chunks[copy.index] == chunks[index]:
                 return copy.slot
-            self._free.append(copy.slot)  # fetched for another layer than the one that is computed
-        self._copy(layer, index)
+            self._free.append(copy.slot)  # fetched for another layer, or for other experts of this one
+        self._copy(layer, chunks, index)
         return self._ahead.popleft().slot
 
-    def _copy(self, layer: StreamedExperts, index: int) -> None:
-        first, count = self.chunks(layer)[index]
+    def _copy(self, layer: StreamedExperts, chunks: list[Chunk], index: int) -> None:
         slot = self._free.popleft()
         self._stream.wait_event(slot.usable)
         on = self._stream.device_index, self._stream.cuda_stream
-        layer.source.copy(first, count, address("slot", slot.memory, slot.memory.device), on)
+        layer.source.copy(chunks[index].experts, address("slot", slot.memory, slot.memory.device), on)
         slot.filled.record(self._stream)
-        self._ahead.append(_Copy(weakref.ref(layer), index, (first, count), slot))
+        self._ahead.append(_Copy(weakref.ref(layer), index, chunks, slot))
 
-    def _run_ahead(self, layer: StreamedExperts, index: int) -> None:
+    def _run_ahead(self, layer: StreamedExperts, chunks: list[Chunk], index: int) -> None:
         while self._free:
             if self._ahead:
-                last = self._ahead[-1].layer()
-                if last is None:
+                last = self._ahead[-1]
+                if (held := last.layer()) is None:
                     return
-                layer, index = last, self._ahead[-1].index
-            following = self._following(layer, index)
+                layer, chunks, index = held, last.chunks, last.index
+            if index + 1 < len(chunks):
+                self._copy(layer, chunks, index + 1)
+                continue
+            following = self._following(layer)
             if following is None:
                 return
-            self._copy(*following)
+            self._copy(*following, 0)
 
-    def _following(self, layer: StreamedExperts, index: int) -> tuple[StreamedExperts, int] | None:
-        if index + 1 < len(self.chunks(layer)):
-            return layer, index + 1
+    def _following(self, layer: StreamedExperts) -> tuple[StreamedExperts, list[Chunk]] | None:
+        """The next layer that needs the bus, and what it will ask for if its experts on the GPU stay there."""
         alive = [held() for held in self._layers]
-        after = alive[alive.index(layer) + 1 :]
-        for candidate in after:
-            if candidate is not None:
-                return candidate, 0
+        for candidate in alive[alive.index(layer) + 1 :]:
+            if candidate is None:
+                continue
+            over = [chunk for chunk in self.chunks(candidate, candidate.places()) if chunk.places is None]
+            if over:
+                return candidate, over
         return None
+
+
+def _cut(experts: Sequence[int], most: int) -> list[tuple[int, ...]]:
+    return [tuple(experts[at : at + most]) for at in range(0, len(experts), most)]
 
 
 def expert_bytes(spec: ExpertsSpec) -> int:
@@ -200,15 +229,29 @@ def ring_bytes(spec: ExpertsSpec, packed_bytes: int) -> tuple[int, int]:
 _rings: weakref.WeakValueDictionary[torch.device, Ring] = weakref.WeakValueDictionary()
 
 
+@dataclass(frozen=True)
+class Here:
+    """Experts of a layer that lie on the GPU, packed as those in RAM.
+
+    places   gives expert → its place in memory, or -1, at present
+    """
+
+    shapes: _native.Resident
+    memory: Tensor
+    places: Callable[[], Sequence[int]]
+
+
 class StreamedExperts:
     """The experts of one layer, streamed through the ring of a device and computed there.
 
     native  the experts in RAM, with weights
     first   the experts before this one have no weights in RAM, and are skipped
-    uses    [num_experts] int64 on the GPU: how often each one was streamed for a token; None: nobody looks
+    uses    [num_experts] int64 on the GPU: how often each one was computed for a token; None: nobody looks
+    here    those that need not be sent
     """
 
     uses: Tensor | None = None
+    here: Here | None = None
 
     def __init__(
         self, spec: ExpertsSpec, native: _native.Experts, device: torch.device, first: int = 0
@@ -223,6 +266,8 @@ class StreamedExperts:
         self.source = _native.Streamed(native, first)
         self.expert_bytes = expert_bytes(spec)
         self._biases = self._take_biases(device) if spec.has_bias else None
+        self._nowhere = (-1,) * spec.num_experts
+        self._ranks: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
         ring.join(self)
 
     @staticmethod
@@ -238,12 +283,7 @@ class StreamedExperts:
     def unpack(self, slot: Tensor, count: int, workspace: Tensor) -> tuple[Tensor, Tensor]:
         """The first `count` experts of a slot in bf16, in the workspace: gate_up [count, n, hidden] and down
         [count, hidden, intermediate]."""
-        spec = self.spec
-        rows = spec.intermediate_size * (2 if spec.has_gate else 1)
-        cut = count * rows * spec.hidden_size
-        gate_up = workspace[:cut].view(count, rows, spec.hidden_size)
-        down = workspace[cut : cut + count * spec.hidden_size * spec.intermediate_size]
-        down = down.view(count, spec.hidden_size, spec.intermediate_size)
+        gate_up, down = self._unpacked(count, workspace)
         self.source.unpack(
             address("slot", slot, gate_up.device),
             count,
@@ -253,8 +293,64 @@ class StreamedExperts:
         )
         return gate_up, down
 
+    def unpack_here(self, places: Sequence[int], workspace: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of experts that lie at these places of `here`."""
+        assert self.here is not None
+        gate_up, down = self._unpacked(len(places), workspace)
+        self.source.unpack_resident(
+            self.here.shapes,
+            address("memory", self.here.memory, gate_up.device),
+            places,
+            address("gate_up", gate_up, gate_up.device, torch.bfloat16),
+            address("down", down, gate_up.device, torch.bfloat16),
+            stream_of(gate_up.device),
+        )
+        return gate_up, down
+
+    def _unpacked(self, count: int, workspace: Tensor) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+        rows = spec.intermediate_size * (2 if spec.has_gate else 1)
+        cut = count * rows * spec.hidden_size
+        gate_up = workspace[:cut].view(count, rows, spec.hidden_size)
+        down = workspace[cut : cut + count * spec.hidden_size * spec.intermediate_size]
+        return gate_up, down.view(count, spec.hidden_size, spec.intermediate_size)
+
     def most_experts(self, chunk_bytes: int) -> int:
         return max(1, min(self.spec.num_experts - self.first, chunk_bytes // self.expert_bytes))
+
+    def places(self) -> Sequence[int]:
+        """Expert → its place on the GPU, or -1, at present."""
+        return self._nowhere if self.here is None else self.here.places()
+
+    def passing(self, count: int, places: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Which experts pass through the GPU if `count` do, those before `first` counted in.
+
+        places   expert → its place in the memory of `here`, or -1
+        Returns  those that are there, all of them; and the first ones of the others, which come over the bus
+        """
+        experts = range(self.first, self.spec.num_experts)
+        here = [expert for expert in experts if places[expert] >= 0]
+        absent = [expert for expert in experts if places[expert] < 0]
+        return here, absent[: max(0, count - self.first - len(here))]
+
+    def passes(self, ids: Tensor, count: int, places: Sequence[int]) -> Tensor:
+        """Of ids, which are those of experts that pass through the GPU: bool of their shape. Other ids are not."""
+        here, absent = self.passing(count, places)
+        return self._rank(ids, (*here, *absent)) < self.spec.num_experts
+
+    def _rank(self, ids: Tensor, experts: tuple[int, ...]) -> Tensor:
+        """The place of each id among `experts`; num_experts for ids that are not among them."""
+        num_experts = self.spec.num_experts
+        ranks = next((table for of, table in self._ranks if of == experts), None)
+        if ranks is None:
+            of_expert = [num_experts] * (num_experts + 1)
+            for rank, expert in enumerate(experts):
+                of_expert[expert] = rank
+            ranks = torch.tensor(of_expert, device=ids.device)
+            self._ranks = ((experts, ranks), *self._ranks[: _MOST_RANKS - 1])
+        if ranks.is_cuda:  # another thread may take it off the list, and its memory comes from another stream
+            ranks.record_stream(torch.cuda.current_stream(ranks.device))
+        return ranks[torch.where((ids < 0) | (ids > num_experts), num_experts, ids).long()]
 
     def forward(
         self,
@@ -263,13 +359,16 @@ class StreamedExperts:
         weights: Tensor,
         first_experts: int | None = None,
         dtype: torch.dtype | None = None,
+        places: Sequence[int] | None = None,
     ) -> Tensor:
         """The weighted sum of the experts' outputs. Expert weights and activations are bf16, sums are fp32.
 
         x              [m, hidden] on the GPU
         ids, weights   [m, t] on the GPU; ids of -1 and num_experts are skipped
-        first_experts  compute only the experts with smaller ids; None: all
+        first_experts  compute only so many experts, see `passing`; None: all
         dtype          of the result; None: that of x
+        places         expert → its place in the memory of `here`, or -1, which nobody writes to until the stream is
+                       through; None: all experts come over the bus
         Returns        [m, hidden]
         Raises         OperatorError for an invalid id; torch.OutOfMemoryError if there is no room for one expert and
                        FEWEST_TOKENS tokens
@@ -279,34 +378,28 @@ class StreamedExperts:
         with self.ring.lock:
             self.ring.reserve()
             self.ring.passing = _ALL if first_experts is None else first_experts
+            chunks = self.ring.chunks(self, self._nowhere if places is None else places)
             done = 0
             while done < x.shape[0]:
                 part = slice(done, min(done + most, x.shape[0]))
                 try:
-                    out[part] = self._part(x[part], ids[part], weights[part])
+                    out[part] = self._part(x[part], ids[part], weights[part], chunks)
                 except torch.OutOfMemoryError:
                     if most <= FEWEST_TOKENS:
                         raise
                     most = max(most // 2, FEWEST_TOKENS)
                     continue
                 done = part.stop
-                if self.uses is not None:
-                    known = (ids[part] >= self.first) & (
-                        ids[part] < min(self.spec.num_experts, self.ring.passing)
-                    )
-                    chosen = torch.where(known, ids[part], 0).reshape(-1).long()
-                    self.uses.scatter_add_(0, chosen, known.reshape(-1).long())
         return out
 
-    def _part(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def _part(self, x: Tensor, ids: Tensor, weights: Tensor, chunks: Sequence[Chunk]) -> Tensor:
         spec, experts = self.spec, self.spec.num_experts
         m, t = ids.shape
-        expert = ids.reshape(-1).long()
+        expert = ids.reshape(-1)
         strangers = (expert < -1) | (expert > experts)
-        passes = (expert >= self.first) & (expert < min(experts, self.ring.passing))
-        expert = torch.where(passes, expert, experts)
-        order = expert.argsort(stable=True)
-        ends = torch.bincount(expert, minlength=experts + 1).cumsum(0)
+        rank = self._rank(expert, tuple(expert for chunk in chunks for expert in chunk.experts))
+        order = rank.argsort(stable=True)
+        ends = torch.bincount(rank, minlength=experts + 1).cumsum(0)
         rows = x.to(torch.bfloat16)
         # One row for each pair (token, expert of the token), so that the sum at the end always has the same order.
         answers = torch.zeros(m * t, spec.hidden_size, dtype=torch.bfloat16, device=x.device)
@@ -316,12 +409,14 @@ class StreamedExperts:
                 f"top_k_index: found {int(ids[strangers.view(m, t)][0])}; allowed are 0 to {experts - 1}, and "
                 f"-1 and {experts} to skip."
             )
-        for first, count, gate_up, down in self.ring.unpacked(self):
-            low, high = host_ends[first], host_ends[first + count]
+        end = 0
+        for chunk, gate_up, down in self.ring.unpacked(self, chunks):
+            first, end = end, end + len(chunk.experts)
+            low, high = host_ends[first], host_ends[end]
             if low == high:
                 continue
             slots = order[low:high]
-            offsets = (ends[first : first + count] - low).to(torch.int32)
+            offsets = (ends[first:end] - low).to(torch.int32)
             h = functional.grouped_mm(rows[slots // t], gate_up.transpose(-2, -1), offs=offsets)
             if self._biases is not None:
                 h = h + self._biases[0][expert[slots]]
@@ -330,8 +425,10 @@ class StreamedExperts:
             if self._biases is not None:
                 y = y + self._biases[1][expert[slots]]
             answers[slots] = y.to(torch.bfloat16)
-        known = (expert < experts).view(m, t, 1)
-        scale = torch.where(known, weights.unsqueeze(-1).float(), 0.0)
+        known = rank < experts
+        if self.uses is not None:
+            self.uses.scatter_add_(0, torch.where(known, expert, 0).long(), known.long())
+        scale = torch.where(known.view(m, t, 1), weights.unsqueeze(-1).float(), 0.0)
         # One expert of each token at a time: [m, t, hidden] in fp32 would take twice the memory of the answers.
         total = torch.zeros(m, spec.hidden_size, device=x.device)
         for slot in range(t):

@@ -15,7 +15,7 @@
 namespace ktinject::gemm {
 namespace {
 
-// How far ahead of the loads weights are asked for: see avx512.cpp.
+// How far ahead of the loads weights are asked for, and in which order: see avx512.cpp.
 constexpr int kPrefetchBytes = 4096;
 
 inline __m256i load(const std::byte* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -32,8 +32,8 @@ void bf16_rows(int blocks, const std::byte* w, const std::byte* x, size_t block_
   for (int block = 0; block < blocks; ++block, w += 2048, x += block_stride) {
     for (int r = 0; r < 16; ++r) {
       if constexpr (streamed) {
-        _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 64), _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 1024 + r * 64), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 128), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 128 + 64), _MM_HINT_T0);
       }
       __m256 even[M], odd[M];
       for (int row = 0; row < M; ++row) {
@@ -78,8 +78,8 @@ void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
   for (auto& value : sum) value = _mm256_setzero_si256();
   for (int block = 0; block < matrix.blocks(); ++block, w += 2048, x += block_stride)
     for (int r = 0; r < 16; ++r) {
-      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 64), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 1024 + r * 64), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 128), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 128 + 64), _MM_HINT_T0);
       const __m256i a = widen_quad(x + r * 4);
 #pragma GCC unroll 8
       for (int q = 0; q < 8; ++q) {
@@ -127,9 +127,11 @@ void int4_part(const Matrix& matrix, const std::byte* panel, int half, const std
         for (auto& value : row) value = _mm256_setzero_si256();
 #pragma GCC unroll 4
       for (int r = 0; r < kShortRows; ++r) {
+        const std::byte* ahead =
+            (Vectors == 4 ? data + static_cast<size_t>(first + r) * 128 : w + r * 64) + kPrefetchBytes;
 #pragma GCC unroll 2
-        for (int tile = 0; tile < Vectors / 2; ++tile)
-          _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + tile * 512 + r * 64), _MM_HINT_T0);
+        for (int line = 0; line < Vectors / 2; ++line)
+          _mm_prefetch(reinterpret_cast<const char*>(ahead + line * 64), _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int q = 0; q < Vectors; ++q) {
           const __m256i pair = load(w + q / 2 * 512 + r * 64 + q % 2 * 32);

@@ -12,7 +12,7 @@
 namespace ktinject::gemm {
 namespace {
 
-// How far ahead of the loads weights are asked for: see avx512.cpp.
+// How far ahead of the loads weights are asked for, and in which order: see avx512.cpp.
 constexpr int kPrefetchBytes = 4096;
 
 inline __m256i load(const std::byte* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -30,8 +30,8 @@ void int8_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
   for (int block = 0; block < matrix.blocks(); ++block, w += 2048, x += block_stride) {
 #pragma GCC unroll 4
     for (int r = 0; r < 16; ++r) {
-      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 64), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 1024 + r * 64), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 128), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 128 + 64), _MM_HINT_T0);
       __m256i a[M];
       for (int row = 0; row < M; ++row) a[row] = broadcast(x + row * 64 + r * 4);
 #pragma GCC unroll 4
@@ -68,8 +68,9 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
     for (int at = g * group_rows; at < end; ++at) {
       const std::byte* w = data + static_cast<size_t>(at / 8) * 1024 + static_cast<size_t>(at % 8) * 64;
       const std::byte* quads = x + static_cast<size_t>(at / 8) * block_stride + static_cast<size_t>(at % 8) * 8;
-      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 512), _MM_HINT_T0);
+      const std::byte* ahead = data + static_cast<size_t>(at) * 128 + kPrefetchBytes;
+      _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(ahead + 64), _MM_HINT_T0);
       __m256i a0[M], a1[M];
       for (int row = 0; row < M; ++row) {
         a0[row] = broadcast(quads + row * 64);

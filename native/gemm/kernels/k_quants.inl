@@ -33,6 +33,13 @@ struct KTile {
   const std::byte* codes(int chunk) const {
     return block + (k_head_rows(kFormat) + (tile * 8 + chunk) * kCodeRows) * 64;
   }
+  // The tile's half of the rows before the codes: with those of the codes, all lines are asked for in the order in
+  // which they lie. Left out, they broke the stream at each block (Zen 3, q4_k: 15 GB/s instead of 21).
+  KTINJECT_INLINE void prefetch_head() const {
+    constexpr int kHalf = (k_head_rows(kFormat) + 1) / 2;
+    for (int row = 0; row < kHalf; ++row)
+      _mm_prefetch(reinterpret_cast<const char*>(block + (tile * kHalf + row) * 64 + kPrefetchBytes), _MM_HINT_T0);
+  }
   KTINJECT_INLINE void prefetch(int chunk) const {
     for (int row = 0; row < kCodeRows; ++row)
       _mm_prefetch(reinterpret_cast<const char*>(codes(chunk) + row * 64 + kPrefetchBytes), _MM_HINT_T0);
@@ -101,6 +108,7 @@ inline void unpack_chunk(const std::byte* rows, std::byte* to, std::integer_sequ
 // to [64 quads][64 bytes]
 template <Format kFormat>
 void unpack(const KTile<kFormat>& tile, std::byte* to) {
+  tile.prefetch_head();
   for (int chunk = 0; chunk < 8; ++chunk, to += 512) {
     tile.prefetch(chunk);
     unpack_chunk<kFormat>(tile.codes(chunk), to, std::make_integer_sequence<int, 8>());

@@ -75,6 +75,7 @@ class Rows {
   Rows(const Tile& tile, const KRows& rows, const std::byte* bytes) : tile_(tile), rows_(rows), bytes_(bytes) {}
 
   KTINJECT_INLINE void run() {
+    if constexpr (!kReady) tile_.prefetch_head();
     minima();
     for (auto& row : sum_) row[0] = row[1] = _mm256_setzero_si256();
 #pragma GCC unroll 1

@@ -32,6 +32,7 @@ class Rows {
   Rows(const Tile& tile, const KRows& rows, const std::byte* bytes) : tile_(tile), rows_(rows), bytes_(bytes) {}
 
   KTINJECT_INLINE void run() {
+    if constexpr (!kReady) tile_.prefetch_head();
     for (int row = 0; row < M; ++row) {
       sum_[row] = _mm512_setzero_ps();
       less_[row] = _mm512_setzero_si512();

@@ -16,13 +16,21 @@ Seconds = Callable[[int], float]
 class Text:
     """A text of which each candidate is right with some probability, and what steps take.
 
-    lost  in steps of one token, by not having written all of it in such steps
+    price  seconds that candidates cost beside their step; None: nobody asks, and they cost nothing
+    lost   in steps of one token, by not having written all of it in such steps
     """
 
     def __init__(
-        self, seconds: Seconds, *, free: bool, switch: float = 0.0, costs: Costs | None = None
+        self,
+        seconds: Seconds,
+        *,
+        free: bool,
+        switch: float = 0.0,
+        costs: Costs | None = None,
+        price: float | None = None,
     ) -> None:
-        self.costs = costs or Costs()
+        self.costs = costs or Costs(0.0 if price is None else None)
+        self._price = price or 0.0
         self.governor = Governor(4, self.costs, is_shadowed=free)
         self._shadow = Shadow(self.governor)
         self._seconds, self._switch, self._free = seconds, switch, free
@@ -35,13 +43,18 @@ class Text:
         end = self.written + tokens
         while self.written < end:
             count = self.governor.count(4, queued=self._is_queued)
+            if count and self.costs.price is None:
+                self.costs.price = self._price / self.costs.of(1)
+                self.clock += 3 * self._price
+                self.governor.switched(3 * self._price)
+                count = self.governor.count(4, queued=False)
             self.tried.append(count)
             if count:
                 accepted = 0
                 while accepted < count and self._random.random() < right:
                     accepted += 1
                 self._take(count + 1, accepted + 1)
-                self.governor.verified(count, accepted, self._seconds(count + 1))
+                self.governor.verified(count, accepted, self._seconds(count + 1) + self._price)
                 self._is_queued = False
                 continue
             if not self._is_queued and self.tried[-2]:
@@ -57,8 +70,9 @@ class Text:
                 self._shadow.see(int(self._random.random() < right))
 
     def _take(self, tokens: int, written: int) -> None:
-        self.clock += self._seconds(tokens)
-        self.costs.note(tokens, self._seconds(tokens))
+        seconds = self._seconds(tokens) + self._price * (tokens > 1)
+        self.clock += seconds
+        self.costs.note(tokens, seconds)
         self.written += written
 
     @property
@@ -86,6 +100,26 @@ def test_candidates_never_cost_more_than_a_little(more: float, free: bool) -> No
         best = max(sum(right**k for k in range(m + 1)) * plain / linear(more)(m + 1) for m in range(5))
         if best > 1.15 and (free or right >= 0.8):
             assert text.written * plain / text.clock > 0.88 * best, (right, best)
+
+
+@pytest.mark.parametrize(
+    "step, price", [(5e-4, 3e-3), (5e-4, 8e-4), (2e-3, 2e-3), (1e-2, 3e-3), (2e-2, 2e-3)]
+)
+def test_what_candidates_cost_themselves_is_measured_first(step: float, price: float) -> None:
+    """In short texts as in long ones, of one process; none is tried that could not pay."""
+    costs = Costs(None)
+    for right in (0.0, 0.85, 1.0):
+        for tokens in (64, 64, 192, 1500):
+            text = Text(
+                lambda n: step * (1 + 0.3 * (n - 1)), free=False, switch=1e-5, costs=costs, price=price
+            )
+            text.write(tokens, right)
+            assert text.lost <= 0.03 * tokens, (right, tokens, text.lost)
+            if price >= 4 * step:
+                assert not any(text.tried)
+            if right > 0.8 and step >= 1e-2:
+                assert text.lost < -0.2 * tokens, "they are still used where they pay"
+    assert costs.price == pytest.approx(price / step, rel=0.01)
 
 
 @pytest.mark.parametrize("free", [True, False], ids=["lookup", "heads"])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -212,6 +215,32 @@ def test_a_method_that_is_gone_is_seen(sglang: dict[str, ModuleType]) -> None:
     plugin.around(sglang["managers.scheduler"].Scheduler, "process_results", lambda original: None)
     with pytest.raises(OperatorError, match=r"this SGLang has no Scheduler\.process_results"):
         KTMoEWrapper(**arguments())
+
+
+def test_what_the_page_installs_is_enough(tmp_path: Path) -> None:
+    """In an environment without our other dependencies: SGLang wants another transformers than they do."""
+    root = Path(__file__).parents[3]
+    wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[<>=]", one)[0] for one in wanted}
+    line = re.search(
+        r"--no-deps \.\npip install (.*)\n", (root / "docs" / "how-to" / "sglang.md").read_text()
+    )
+    assert line is not None
+    of_sglang = {"torch", "transformers", "safetensors"}
+    absent = {{"pyyaml": "yaml"}.get(name, name) for name in names - of_sglang - {*line[1].split()}}
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({sorted(absent)!r})  # cannot be imported, and not found either
+from ktinject.sglang import plugin
+plugin.register()
+import transformers.modeling_utils
+import ktinject.sglang.layer
+print("here")
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
+    assert absent and ran.stdout.endswith("here\n"), ran.stderr[-2000:]
 
 
 def test_the_entry_point_is_the_function() -> None:

@@ -185,6 +185,8 @@ def test_weights_may_be_loaded_again(device: str, tmp_path: Path) -> None:
     )
     made.load_weights(torch.arange(EXPERTS))
     assert torch.equal(forward(made, call), 2 * first)
+    assert made.describe()["weights"] == "bf16"
+    assert KTMoEWrapper(**arguments(weight_path=str(folder))).describe() == {}
 
 
 def late(ids: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ from torch import nn
 
 from ktinject import _native
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
-from ktinject.operators.offload import expert_cache, handoff
+from ktinject.operators.offload import expert_cache, handoff, streaming
 from ktinject.operators.offload.gpu_experts import GpuExperts
 
 CUDA_PARTS = pytest.mark.skipif(not _native.cuda_built(), reason="built without CUDA")
@@ -288,6 +288,51 @@ def test_two_threads_share_a_layer_whose_experts_move(cuda: str) -> None:  # noq
         thread.join()
     assert wrong and max(wrong) <= 8e-3
     assert made.hits().fetches >= 12
+    assert_places_hold_their_experts(made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [True, False], ids=["CPU and GPU", "GPU alone"])
+def test_prompts_read_experts_that_move(cuda: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """One thread's steps exchange experts, the other one's prompts read those on the GPU where they lie."""
+    made, wrong, seen = moving(cuda), [], set()
+    streams = lambda self, tokens, top_k: 0 if tokens < 100 else 9 if shared else EXPERTS  # noqa: E731
+    monkeypatch.setattr(HybridExperts, "_streams", streams)
+    forward = streaming.StreamedExperts.forward
+
+    def noting(self: Any, *given: Any, **more: Any) -> torch.Tensor:
+        places = more.get("places") or given[5]
+        seen.add(tuple(expert for expert, place in enumerate(places) if place >= 0))
+        return forward(self, *given, **more)
+
+    monkeypatch.setattr(streaming.StreamedExperts, "forward", noting)
+    ended = threading.Event()
+
+    def prompts() -> None:
+        with torch.cuda.stream(torch.cuda.Stream(cuda)), torch.inference_mode():
+            step = 1000
+            while not ended.is_set():
+                x, ids, routing = inputs(150, step, cuda)
+                out = made(x, ids, routing)
+                wrong.append(reference.relative_error(out.cpu(), plain()(x.cpu(), ids.cpu(), routing.cpu())))
+                step += 1
+
+    thread = threading.Thread(target=prompts)
+    thread.start()
+    try:
+        with torch.inference_mode():
+            for step in range(300):
+                x, _, routing = inputs(2, step, cuda)
+                hot = [[8, 9, 10, 11], [3, 6, 12, 15], [0, 1, 9, 14]][step // 50 % 3]
+                ids = ids_of(step, hot).to(cuda)
+                out = made(x, ids, routing)
+                want = plain()(x.cpu(), ids.cpu(), routing.cpu())
+                assert reference.relative_error(out.cpu(), want) <= 8e-3
+    finally:
+        ended.set()
+        thread.join()
+    assert wrong and max(wrong) <= 8e-3
+    assert made.hits().fetches >= 12 and len(seen) > 3, "prompts saw them move"
     assert_places_hold_their_experts(made)
 
 

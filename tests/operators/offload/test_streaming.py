@@ -87,6 +87,11 @@ def streamed(operator: CpuExperts) -> streaming.StreamedExperts:
     return streaming.StreamedExperts(operator.spec, operator.native, torch.device("cuda:0"))
 
 
+def everything(layer: streaming.StreamedExperts) -> list[streaming.Chunk]:
+    """All experts, over the bus."""
+    return layer.ring.chunks(layer, layer.places())
+
+
 def exact(operator: CpuExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """fp64, from the dequantised weights."""
     return reference.experts(x, ids, weights, expert_cases.unpacked(operator), operator.spec)
@@ -280,9 +285,10 @@ class Clock:
 
 
 class Bus:
-    """`_native.Streamed`: a slot holds the number of its first expert."""
+    """`_native.Streamed`: a slot holds the numbers of its experts, and so does what is said to be on the GPU."""
 
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, int]] = []  # whose copy began with which expert
+    sent: list[int] = []  # all of these experts
 
     def __init__(self, native: Any, first: int) -> None:
         self.native = native
@@ -290,9 +296,11 @@ class Bus:
     def packed_bytes(self, count: int) -> int:
         return 64 * count
 
-    def copy(self, first: int, count: int, slot: int, stream: tuple[int, int]) -> None:
-        ctypes.c_int64.from_address(slot).value = first
-        Bus.asked.append((id(self.native), first))
+    def copy(self, experts: tuple[int, ...], slot: int, stream: tuple[int, int]) -> None:
+        for at, expert in enumerate(experts):
+            ctypes.c_int64.from_address(slot + 64 * at).value = expert
+        Bus.asked.append((id(self.native), experts[0]))
+        Bus.sent += experts
 
     def activate(self, gate_up: int, dtype: int, rows: int, out: int, stream: tuple[int, int]) -> None:
         given = (ctypes.c_uint16 * (rows * 2 * 96)).from_address(gate_up)
@@ -301,9 +309,14 @@ class Bus:
         ctypes.memmove(out, found.data_ptr(), 2 * found.numel())
 
     def unpack(self, slot: int, count: int, gate_up: int, down: int, stream: tuple[int, int]) -> None:
-        first = ctypes.c_int64.from_address(slot).value
+        self.unpack_resident(None, slot, range(count), gate_up, down, stream)
+
+    def unpack_resident(
+        self, shapes: Any, memory: int, places: Any, gate_up: int, down: int, stream: tuple[int, int]
+    ) -> None:
         for projections, at in ((("gate", "up"), gate_up), (("down",), down)):
-            for expert in range(first, first + count):
+            for place in places:
+                expert = ctypes.c_int64.from_address(memory + 64 * place).value
                 for projection in projections:
                     shape = (256, 96) if projection == "down" else (96, 256)
                     wide = torch.empty(shape)
@@ -320,7 +333,7 @@ def bus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     monkeypatch.setattr(torch.cuda, "current_stream", Clock)
     monkeypatch.setattr(streaming._native, "Streamed", Bus)
     monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)  # five experts at a time
-    Bus.asked = []
+    Bus.asked, Bus.sent = [], []
     return Bus.asked
 
 
@@ -352,7 +365,7 @@ def test_another_order_than_foreseen(bus: list[tuple[int, int]]) -> None:
     want = [exact(operator, *arguments) for operator in operators]
     for at in (2, 0, 0, 1, 0, 2, 1):
         assert reference.relative_error(layers[at].forward(*arguments), want[at]) < 0.01
-    next(layers[0].ring.unpacked(layers[0]))  # interrupted after the first chunk
+    next(layers[0].ring.unpacked(layers[0], everything(layers[0])))  # interrupted after the first chunk
     for at in (1, 0):
         assert reference.relative_error(layers[at].forward(*arguments), want[at]) < 0.01
     assert len(layers[0].ring._free) + len(layers[0].ring._ahead) == streaming.SLOTS
@@ -416,6 +429,67 @@ def test_the_first_ones_may_be_absent(bus: list[tuple[int, int]]) -> None:
         assert bus == [(id(layer.native), first) for first in range(4, end or EXPERTS, 5)]
 
 
+def test_what_is_on_the_gpu_is_not_sent(bus: list[tuple[int, int]]) -> None:
+    operators = [filled(256, 96, seed) for seed in range(3)]
+    layers = [on_the_bus(operator) for operator in operators]
+    x, ids, weights = inputs(40, 256)
+    # Of the layers, some experts, all, and none are there; in places of another order.
+    held = [[1, 4, 5, 8], [*range(EXPERTS)], []]
+    places = [[-1] * EXPERTS for _ in layers]
+    for layer, experts, of_layer in zip(layers, held, places):
+        memory = torch.zeros(64 * (EXPERTS + 1), dtype=torch.uint8)
+        for place, expert in enumerate(experts[::-1], 1):
+            of_layer[expert] = place
+            memory[64 * place] = expert
+        layer.here = streaming.Here(SimpleNamespace(), memory, of_layer.copy)  # type: ignore[arg-type]
+    for count in (EXPERTS, 7, 2):
+        for _ in range(2):
+            Bus.sent.clear()
+            sent = []
+            for layer, operator, experts, of_layer in zip(layers, operators, held, places):
+                absent = [expert for expert in range(EXPERTS) if expert not in experts]
+                absent = absent[: max(0, count - len(experts))]
+                sent += absent
+                passes = torch.isin(ids, torch.tensor([*experts, *absent]))
+                assert torch.equal(layer.passes(ids, count, of_layer), passes)
+                found = layer.forward(x, ids, weights, count, torch.float32, of_layer)
+                want = exact(operator, x, torch.where(passes, ids, -1), weights)
+                assert reference.relative_error(found, want) < 0.01
+            assert Bus.sent == sent
+            assert len(layers[0].ring._free) == streaming.SLOTS, "nothing was fetched in vain"
+
+
+def test_what_moves_after_it_was_foreseen(bus: list[tuple[int, int]]) -> None:
+    """What was fetched for a layer is for the experts that were not on the GPU at that time."""
+    operators = [filled(256, 96, seed) for seed in range(2)]
+    layers = [on_the_bus(operator) for operator in operators]
+    arguments = inputs(40, 256)
+    memory = torch.zeros(64 * EXPERTS, dtype=torch.uint8)
+    places = [-1] * EXPERTS
+    layers[1].here = streaming.Here(SimpleNamespace(), memory, lambda: places)  # type: ignore[arg-type]
+    for moves in ({3: 0}, {3: -1, 11: 0}, {11: -1}):
+        layers[0].forward(*arguments)
+        assert layers[0].ring._ahead, "chunks of the next layer are on their way"
+        for expert, place in moves.items():
+            places[expert] = place
+            if place >= 0:
+                memory[64 * place] = expert
+        found = layers[1].forward(*arguments, places=[*places])
+        assert reference.relative_error(found, exact(operators[1], *arguments)) < 0.01
+        assert len(layers[0].ring._free) == streaming.SLOTS
+
+
+def test_what_is_on_the_gpu_is_taken_off_the_bus_and_the_cpu() -> None:
+    """In the choice between them. Of the CPU alone nothing is taken off."""
+    rates = prefill_rates.Rates(0.020, ((128, 0.006), (8192, 0.08)), gpu_s=((128, 0.001), (4096, 0.006)))
+    assert rates.streamed_s(512, 0.25) == pytest.approx(0.005 + prefill_rates._STREAMED_S)
+    assert rates.streamed_s(4096, 0.25) == pytest.approx(0.006 + prefill_rates._STREAMED_S)
+    assert rates.passing(128, 128) == 0 < rates.passing(128, 32, 0.25) < 32
+    assert rates.passing(128, 8, 0.0625) == 8
+    share, rest = (rates.passing(2048, experts, experts / 128) / experts for experts in (128, 112))
+    assert 0 < share < 1 and share == pytest.approx(rest, abs=0.02), "both have as much less to do"
+
+
 def test_scarce_memory_means_smaller_chunks_without_a_gpu(
     bus: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,7 +506,7 @@ def test_scarce_memory_means_smaller_chunks_without_a_gpu(
     monkeypatch.setattr(torch, "empty", scarce)
     layer.ring.reserve()
     monkeypatch.setattr(torch, "empty", real)
-    assert layer.ring.chunks(layer)[0] == (0, 2)
+    assert everything(layer)[0].experts == (0, 1)
     assert reference.relative_error(layer.forward(*arguments), exact(operator, *arguments)) < 0.01
 
 
@@ -447,13 +521,81 @@ def test_unpacked_on_the_gpu_as_on_the_cpu(kind: str, hidden: int, inner: int) -
     layer = streamed(operator)
     layer.ring.reserve()
     seen = 0
-    for first, count, gate_up, down in layer.ring.unpacked(layer):
-        for expert in range(count):
-            want = operator.unpack("gate_up_proj", first + expert).bfloat16()
-            assert torch.equal(gate_up[expert].cpu(), want)
-            assert torch.equal(down[expert].cpu(), operator.unpack("down_proj", first + expert).bfloat16())
+    for chunk, gate_up, down in layer.ring.unpacked(layer, everything(layer)):
+        for at, expert in enumerate(chunk.experts):
+            assert gate_up[at].cpu().equal(operator.unpack("gate_up_proj", expert).bfloat16())
+            assert down[at].cpu().equal(operator.unpack("down_proj", expert).bfloat16())
             seen += 1
     assert seen == EXPERTS
+
+
+@gpu
+@pytest.mark.parametrize("kind", ON_GPU)
+@pytest.mark.parametrize("hidden,inner", [(128, 64), (72, 200), (264, 40), (1024, 512)])
+def test_unpacked_where_they_lie_on_the_gpu(kind: str, hidden: int, inner: int) -> None:
+    config = HybridExpertsConfig(device="cuda:0", gpu_experts=0.5, dynamic=True, **ON_GPU[kind])
+    made: Any = filled(hidden, inner, operator=HybridExperts, config=config)
+    layer, places = made.streamed, made.seat.places()
+    layer.ring.reserve()
+    seen = []
+    for chunk, gate_up, down in layer.ring.unpacked(layer, everything(layer)):
+        assert chunk.places == (
+            tuple(places[e] for e in chunk.experts) if chunk.experts[0] in made.resident else None
+        )
+        seen += chunk.experts
+        for at, expert in enumerate(chunk.experts):
+            assert gate_up[at].cpu().equal(made.unpack("gate_up_proj", expert).bfloat16())
+            assert down[at].cpu().equal(made.unpack("down_proj", expert).bfloat16())
+    assert sorted(seen) == [*range(EXPERTS)]
+
+
+@gpu
+def test_more_experts_than_a_launch_takes() -> None:
+    """And in another order than they lie in."""
+    operator = filled(64, 32)
+    shapes, source = _native.Resident(operator.native), _native.Streamed(operator.native)
+    memory = torch.empty(EXPERTS * shapes.bytes, dtype=torch.uint8, device="cuda:0")
+    stream = (0, torch.cuda.current_stream().cuda_stream)
+    for expert in range(EXPERTS):
+        shapes.copy(operator.native, expert, memory.data_ptr() + expert * shapes.bytes, stream)
+    places = [(7 * i) % EXPERTS for i in range(600)]
+    gate_up, down = (
+        torch.empty(600, *shape, dtype=torch.bfloat16, device="cuda:0") for shape in ((64, 64), (64, 32))
+    )
+    given = gate_up.data_ptr(), down.data_ptr(), stream
+    source.unpack_resident(shapes, memory.data_ptr(), places, *given)
+    for i in (0, 1, 255, 256, 511, 512, 599):
+        assert gate_up[i].cpu().equal(operator.unpack("gate_up_proj", places[i]).bfloat16())
+        assert down[i].cpu().equal(operator.unpack("down_proj", places[i]).bfloat16())
+    for wrong in (-1, 1 << 16):
+        with pytest.raises(ValueError, match=f"found place {wrong}; allowed: 0 to 65535"):
+            source.unpack_resident(shapes, memory.data_ptr(), [0, wrong], *given)
+    for other in (filled(64, 40), filled(64, 32, weights="int8")):
+        with pytest.raises(ValueError, match="they have other shapes, or another format, there"):
+            source.unpack_resident(_native.Resident(other.native), memory.data_ptr(), [0], *given)
+    for stranger in (-1, EXPERTS):
+        with pytest.raises(ValueError, match=f"found {stranger}; allowed: 0 to {EXPERTS - 1}"):
+            source.copy([0, stranger], memory.data_ptr(), stream)
+
+
+@gpu
+@pytest.mark.parametrize("kind", ON_GPU)
+@pytest.mark.parametrize("count", [5, EXPERTS])
+def test_experts_on_the_gpu_are_not_sent(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", 3 * 6 * 256 * 96)  # three experts at a time
+    config = HybridExpertsConfig(device="cuda:0", gpu_experts=count, prefill="gpu", **ON_GPU[kind])
+    made: Any = filled(256, 96, operator=HybridExperts, config=config)
+    arguments = inputs(300, 256)
+    x, ids, weights = (one.cuda() for one in arguments)
+    with torch.inference_mode():
+        first = made(x, ids, weights)
+        assert reference.relative_error(first.cpu(), exact(made, *arguments)) < 0.01
+        sent = made.streamed.forward(x, ids, weights)  # all over the bus
+        assert reference.relative_error(first.cpu(), sent.cpu()) < 1e-3
+        size, memory = made.on_gpu.native.bytes, made.on_gpu.memory
+        memory[2 * size : 3 * size] = memory[:size]  # expert 2 is another one now
+        changed = (made(x, ids, weights) != first).any(-1).cpu()
+    assert torch.equal(changed, (arguments[1] == 2).any(-1)), "those who asked for expert 2"
 
 
 @gpu
@@ -463,10 +605,10 @@ def test_k_quants_are_unpacked_to_their_values(kind: str) -> None:
     layer = streamed(operator)
     layer.ring.reserve()
     seen = 0
-    for first, count, gate_up, down in layer.ring.unpacked(layer):
-        for expert in range(count):
-            assert gate_up[expert].cpu().equal(operator.unpack("gate_up_proj", first + expert).bfloat16())
-            assert down[expert].cpu().equal(operator.unpack("down_proj", first + expert).bfloat16())
+    for chunk, gate_up, down in layer.ring.unpacked(layer, everything(layer)):
+        for at, expert in enumerate(chunk.experts):
+            assert gate_up[at].cpu().equal(operator.unpack("gate_up_proj", expert).bfloat16())
+            assert down[at].cpu().equal(operator.unpack("down_proj", expert).bfloat16())
             seen += 1
     assert seen == EXPERTS
 
@@ -509,9 +651,22 @@ def test_how_many_experts_are_streamed_is_measured_or_set(monkeypatch: pytest.Mo
     monkeypatch.setattr(prefill_rates, "measure", lambda *_: SimpleNamespace(passing=lambda *_: 3))
     for prefill, counts in {"auto": (0, 0, 3, 3), "gpu": (0, 12, 12, 12), 500: (0, 0, 0, 12)}.items():
         operator = HybridExperts.build(leaf(256, 96), HybridExpertsConfig(device="cuda:0", prefill=prefill))
-        operator.streamed = SimpleNamespace()
+        operator.streamed = SimpleNamespace(here=None)
         tokens = (MOST_TOKENS, streaming.FEWEST_TOKENS - 1, 499, 500)
         assert tuple(operator._streams(m, 4) for m in tokens) == counts, prefill
+    operator = HybridExperts.build(leaf(256, 96), HybridExpertsConfig(device="cuda:0", gpu_experts=4))
+    asked: list[tuple[Any, ...]] = []
+    sends = 3
+    rates = SimpleNamespace(passing=lambda *given: asked.append(given) or sends)
+    monkeypatch.setattr(prefill_rates, "measure", lambda *_: rates)
+    operator.resident, operator.streamed = (0, 1, 2, 3), SimpleNamespace(here=object())
+    assert operator._streams(500, 4) == 7 and asked == [(500, 8, 8 / 12)], "beside those that are there"
+    sends = 0
+    assert operator._streams(500, 4) == 0
+    operator.resident = (*range(EXPERTS),)
+    assert operator._streams(500, 4) == EXPERTS and len(asked) == 2, (
+        "where all are there, nothing is measured"
+    )
     with pytest.raises(ValueError, match="prefill is 0; allowed are auto, cpu, gpu, and the tokens"):
         HybridExpertsConfig(prefill=0)
 
@@ -536,9 +691,9 @@ def test_hybrid_experts_stream_long_prompts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _spied(forward: Any, seen: list[int]) -> Any:
-    def spy(self: Any, x: Tensor, *rest: Tensor) -> Tensor:
+    def spy(self: Any, x: Tensor, *rest: Any, **more: Any) -> Tensor:
         seen.append(x.shape[0])
-        return forward(self, x, *rest)
+        return forward(self, x, *rest, **more)
 
     return spy
 
@@ -600,7 +755,7 @@ def test_a_layer_interrupted_halfway_leaves_nothing_behind(monkeypatch: pytest.M
     layer, arguments = streamed(operator), inputs(40, 256)
     on_gpu = [tensor.cuda() for tensor in arguments]
     layer.ring.reserve()
-    next(layer.ring.unpacked(layer))  # and no further
+    next(layer.ring.unpacked(layer, everything(layer)))  # and no further
     found = layer.forward(*on_gpu).cpu()
     assert reference.relative_error(found, exact(operator, *arguments)) < 0.01
 
@@ -682,14 +837,16 @@ def test_an_answer_is_added_where_it_lies(dtype: torch.dtype) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("gpu_experts", [0, 3])
 @pytest.mark.parametrize("first_experts", [5, 7])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_part_on_the_gpu_and_the_rest_on_the_cpu(
-    dtype: torch.dtype, first_experts: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, first_experts: int, gpu_experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)
     monkeypatch.setattr(HybridExperts, "_streams", lambda self, tokens, top_k: first_experts)
-    operator = filled(256, 96, operator=HybridExperts, config=HybridExpertsConfig(device="cuda:0"))
+    config = HybridExpertsConfig(device="cuda:0", gpu_experts=gpu_experts)
+    operator = filled(256, 96, operator=HybridExperts, config=config)
     for seed in range(3):
         x, ids, weights = inputs(300, 256, seed)
         found = operator(x.cuda().to(dtype), ids.cuda(), weights.cuda())
