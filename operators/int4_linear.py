@@ -83,6 +83,8 @@ class Int4Linear(GpuLinear):
     sm80_only = False  # for tests: run the sm_80 kernels on Hopper, too
     # For compute-sanitizer's racecheck, which does not know that __syncwarp orders a warp's reads.
     every_lane = False
+    # To test and measure each kind of blocks on Hopper, with 17 tokens or more: native/cuda/int4_blocks.hpp, `Blocks`.
+    blocks: tuple[int, int, int, int, int] | None = None
 
     def __init__(self, module: nn.Linear, config: Int4LinearConfig) -> None:
         super().__init__(module, config)
@@ -231,6 +233,7 @@ class Int4Linear(GpuLinear):
             fp16_scales=self._scale_dtype == torch.float16,
             sm80_only=self.sm80_only,
             every_lane=self.every_lane,
+            blocks=self.blocks,
             device=device.index or 0,
         )
 
@@ -277,7 +280,8 @@ class Int4Linear(GpuLinear):
 
     def _is_unpacked(self, m: int) -> bool:
         """Whether the weight is unpacked and cuBLAS multiplies m tokens."""
-        ours = self.sm80_only or self.every_lane or self._arch != "sm90"  # tests of kernels, or not measured
+        tested = self.sm80_only or self.every_lane or self.blocks is not None
+        ours = tested or self._arch != "sm90"  # tests of kernels, or not measured
         return m > self._many_tokens or (not ours and is_small(self.in_features, self.out_features, m))
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -298,7 +302,9 @@ class Int4Linear(GpuLinear):
             return y
         # Each call allocates its own scratch, so calls on several streams cannot share it. torch's caching allocator
         # makes that cheap.
-        partials = torch.empty(self._native.scratch(m)[0], dtype=torch.uint8, device=x.device)
+        size, counters = self._native.scratch(m)
+        assert counters <= self._counters.shape[1], "blocks for tests may need more than there are"
+        partials = torch.empty(size, dtype=torch.uint8, device=x.device)
         self._turn = (self._turn + 1) % _TURNS
         self._native.forward(
             address("x", x, self._words.device, None, (m, self.in_features)),

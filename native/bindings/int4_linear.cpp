@@ -1,7 +1,11 @@
 // Linear layers with int4 weights on the GPU, and what fp8 ones need.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 
 #include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 
 #include "bindings/addresses.hpp"
@@ -13,6 +17,9 @@ namespace nb = nanobind;
 
 namespace ktinject {
 namespace {
+
+// Tokens, outputs, split, mates, fetchers of cuda::int4::Blocks.
+using Blocks = std::tuple<int, int, int, int, int>;
 
 struct Int4Linear {
   cuda::Int4Matrix weight;
@@ -27,14 +34,20 @@ void init_int4_linear(nb::module_& m) {
       .def(
           "__init__",
           [](Int4Linear* self, Address<> words, Address<> scales, Address<const float> bias, int n, int k,
-             int group_size, bool has_zeros, bool fp16_scales, bool sm80_only, bool every_lane, int device) {
+             int group_size, bool has_zeros, bool fp16_scales, bool sm80_only, bool every_lane,
+             const std::optional<Blocks>& blocks, int device) {
+            const auto [tokens, outputs, split, mates, fetchers] = blocks.value_or(Blocks{0, 0, 0, 1, 2});
+            const cuda::int4::Blocks wanted{tokens, outputs, split, mates, fetchers};
+            if (const char* reason = blocks ? cuda::int4::why_not(wanted, k) : nullptr; reason != nullptr)
+              throw std::invalid_argument(std::string("int4_linear: there are no such blocks; ") + reason + ".");
             new (self) Int4Linear{
-                {words, scales, n, k, group_size, has_zeros, fp16_scales, sm80_only, every_lane}, bias, device};
+                {words, scales, n, k, group_size, has_zeros, fp16_scales, sm80_only, every_lane, wanted}, bias, device};
           },
           nb::kw_only(), nb::arg("words"), nb::arg("scales"), nb::arg("bias"), nb::arg("n"), nb::arg("k"),
           nb::arg("group_size"), nb::arg("has_zeros"), nb::arg("fp16_scales"), nb::arg("sm80_only"),
-          nb::arg("every_lane"), nb::arg("device"),
-          "Addresses of words, scales and bias (0: none), laid out as native/cuda/int4_linear.hpp says.")
+          nb::arg("every_lane"), nb::arg("blocks") = nb::none(), nb::arg("device"),
+          "Addresses of words, scales and bias (0: none), laid out as native/cuda/int4_linear.hpp says. Blocks, to "
+          "test and measure each kind: tokens, outputs, split, mates and fetchers of native/cuda/int4_blocks.hpp.")
       .def(
           "scratch",
           [](const Int4Linear& self, int m) {
@@ -59,6 +72,15 @@ void init_int4_linear(nb::module_& m) {
           },
           nb::arg("first_row"), nb::arg("rows"), nb::arg("fp16"), nb::arg("out"), nb::arg("stream"),
           "out [rows, k] = the rows of the weight from first_row (a multiple of 64), rounded once.");
+  m.def(
+      "int4_blocks",
+      [](int n, int k, int tokens, int multiprocessors) {
+        const cuda::int4::Partition p = cuda::int4::partition_sm90(n, k, tokens, multiprocessors);
+        return std::make_tuple(p.tokens, p.outputs, p.sharers, p.mates, p.fetchers, p.share, p.blocks);
+      },
+      nb::arg("n"), nb::arg("k"), nb::arg("m"), nb::arg("multiprocessors"),
+      "How a product of a weight [n, k] with m tokens is cut on Hopper: tokens and outputs of a block, blocks of a "
+      "cluster that share a strip (0: none), mates, fetchers, stages a block, blocks.");
   m.def(
       "fp8_quantise",
       [](Address<> x, bool fp16, int rows, int padded, int k, Address<> values, Address<float> scales, int device,

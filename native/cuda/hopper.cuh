@@ -87,12 +87,25 @@ __device__ __forceinline__ void copy(void* to, const void* from, int bytes, uint
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// Fetches the description of a matrix before the first box is asked for.
+__device__ __forceinline__ void prefetch(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 // A box of a matrix, at a column and a row.
 __device__ __forceinline__ void copy_tile(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           shared_address(to)),
       "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+// The same to the same place in the blocks of a cluster that `mask` has a bit for; completes on a barrier in each.
+__device__ __forceinline__ void copy_tile_to(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier,
+                                             int mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
+      "%3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(mask))
       : "memory");
 }
 
@@ -105,6 +118,16 @@ __device__ __forceinline__ void cluster_arrive() {  // after `barriers_ready`
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+// By any thread of a warp.
+__device__ __forceinline__ void cluster_wait_alone() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+// A second time: what the block's threads have read from its shared memory, and their arrivals elsewhere, are done.
+__device__ __forceinline__ void cluster_arrive_again() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+// On a barrier of another block of the cluster, at an address that `address_in` gave.
+__device__ __forceinline__ void arrive_there(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));

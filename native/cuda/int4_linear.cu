@@ -339,7 +339,9 @@ bool is_sm90(int device) {
 
 Partition partition(const Int4Matrix& w, int m, int device) {
   const int blocks = multiprocessors(device);
-  return w.sm80_only || !is_sm90(device) ? partition_sm80(w.n, w.k, m, blocks) : partition_sm90(w.n, w.k, m, blocks);
+  if (w.sm80_only || !is_sm90(device)) return partition_sm80(w.n, w.k, m, blocks);
+  if (w.blocks.tokens == 0 || m <= 16) return partition_sm90(w.n, w.k, m, blocks);
+  return cut_into(w.blocks, w.n, w.k, m, blocks);
 }
 
 Int4Arguments arguments_of(const Int4Matrix& w) {
@@ -432,6 +434,8 @@ void int4_linear(const Int4Matrix& weight, const float* bias, const void* x, boo
   p.line = part.line;
   p.share = part.share;
   p.sharers = part.sharers;
+  p.mates = part.mates;
+  p.fetchers = part.fetchers;
   p.token_blocks = part.token_blocks;
   p.silent = weight.every_lane ? 0 : 31;
   const auto on = static_cast<cudaStream_t>(stream);

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 
+#include "cuda/int4_blocks.hpp"
+
 namespace ktinject::cuda {
 
 // A packed weight [n, k] on one device.
@@ -17,6 +19,9 @@ struct Int4Matrix {
   bool fp16_scales = false;  // else bf16
   bool sm80_only = false;    // leave sm_90's own kernels out, to test the others there
   bool every_lane = false;   // for racecheck: every lane signals that it has read, see int4_sm90.cuh
+  // On sm_90, with more than 16 tokens, to test and measure each: blocks for which `why_not` is null. None: the
+  // fastest.
+  int4::Blocks blocks{};
 };
 
 // Sizes of the scratch memory of one call: `partials_bytes` need not be initialised; `counters` ints must be zero

@@ -27,13 +27,19 @@ __device__ __forceinline__ void to_scaled_operand(uint32_t* a, uint32_t word, co
   }
 }
 
-// Blocks of that many tokens have kTiles × kGroups × 64 outputs. Beyond 64 tokens no clusters add up sums.
+// Blocks of that many tokens have kTiles × kGroups × 64 outputs. The largest ones have no clusters to add up sums, for
+// which there would be no room. A multiprocessor has room for two of the smallest, so that the next kernel's weights
+// arrive while this one multiplies.
 template <int kTokens, int kGroups, int kTiles>
 struct ShapeOf {
   static constexpr int kOutputs = kGroups * kTiles * 64;
+  static constexpr int kBlocks = kTokens <= 64 && kOutputs == 128 ? 2 : 1;  // of a multiprocessor
+  // Registers of a thread that multiplies, and of one that fetches.
+  static constexpr int kMultiply = kBlocks == 2 ? 104 : kGroups == 4 ? 112 : 232;
+  static constexpr int kFetch = kBlocks == 2 || kGroups == 4 ? 24 : 40;
   using Stage = Fetch<kTokens, kGroups * kTiles>;
-  static constexpr int kSumBytes = kTokens <= 64 ? kOutputs * kTokens * 4 : 0;
-  static constexpr int kStages = std::min(12, (224 * 1024 - kSumBytes) / Stage::kBytes);
+  static constexpr int kSumBytes = kOutputs * kTokens <= 128 * 128 ? kOutputs * kTokens * 4 + 128 : 0;
+  static constexpr int kStages = std::min(12, (224 / kBlocks * 1024 - kSumBytes) / Stage::kBytes);
   static constexpr int kBytes = kStages * Stage::kBytes + kSumBytes;
 };
 
@@ -41,8 +47,9 @@ struct ShapeOf {
 // lane's. `second`: where the stage's second group begins.
 template <class T, class Shape, int kTokens, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>
 __device__ __forceinline__ void multiply_strip(const Int4Arguments& p, float (&sum)[kTiles][kTokens / 2], int count,
-                                               const uint8_t* ring, uint32_t my_barrier, uint32_t my_words,
-                                               uint32_t my_scales, int second, int lane, int& slot, int& parity) {
+                                               const uint8_t* ring, uint32_t my_barrier, uint32_t mate_barrier,
+                                               uint32_t my_words, uint32_t my_scales, int second, int lane, int& slot,
+                                               int& parity) {
   using Stage = typename Shape::Stage;
   constexpr int kStages = Shape::kStages, kPair = kZeros ? 4 : 2;
   uint4 words;                    // of the tile that is converted
@@ -60,7 +67,9 @@ __device__ __forceinline__ void multiply_strip(const Int4Arguments& p, float (&s
     to_scaled_operand<T, kMixed>(to + 4 * j, each[j], zeros[kHalfGroups ? j / 2 : 0], both[j / 2]);
   };
   auto release = [&](int used) {
-    if (used >= 0 && (lane & p.silent) == 0) arrive(my_barrier + (kStages + used) * 8);
+    if (used < 0 || (lane & p.silent) != 0) return;
+    arrive(my_barrier + (kStages + used) * 8);
+    if (p.mates > 1) arrive_there(mate_barrier + (kStages + used) * 8);
   };
   // sums += now · activations, while the codes of `tile` become `next`. `turns`: it is of the next stage.
   auto multiply = [&](float (&sums)[kTokens / 2], const uint32_t (&now)[16], uint32_t (&next)[16], int tile,
@@ -136,9 +145,10 @@ __device__ __forceinline__ void write_strip(const Int4Arguments& p, const float 
 
 // Writes the sums of a strip that is a cluster's: a part of them a block.
 template <class T, int kTokens, int kTiles, class Sum>
-__device__ __forceinline__ void write_cluster(const Int4Arguments& p, float4* parts, uint64_t* arrived,
-                                              const float (&sum)[kTiles * kTokens / 2], int tile0, int token) {
-  Sum::run(p, parts, arrived, sum, [&](int thread, int vector, const float4& whole) {
+__device__ __forceinline__ void write_cluster(const Int4Arguments& p, const Share& share, float4* parts,
+                                              uint64_t* arrived, const float (&sum)[kTiles * kTokens / 2], int tile0,
+                                              int token) {
+  Sum::run(p, share, parts, arrived, sum, [&](int thread, int vector, const float4& whole) {
     const int tile = thread / 128 * kTiles + vector / (kTokens / 8);
     const int output = (tile0 + tile) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4 * 2;
     const float each[4] = {whole.x, whole.y, whole.z, whole.w};
@@ -147,9 +157,9 @@ __device__ __forceinline__ void write_cluster(const Int4Arguments& p, float4* pa
   });
 }
 
-// kGroups warpgroups multiply kTiles × 64 outputs each; one more fetches.
+// kGroups warpgroups multiply kTiles × 64 outputs each; a thread of up to three warps of one more fetches.
 template <class T, int kTokens, int kGroups, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>
-__global__ void __launch_bounds__(kGroups * 128 + 128, 1)
+__global__ void __launch_bounds__(kGroups * 128 + 128, ShapeOf<kTokens, kGroups, kTiles>::kBlocks)
     int4_many_sm90(const Int4Arguments p, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) uint8_t ring[];
   using Shape = ShapeOf<kTokens, kGroups, kTiles>;
@@ -164,18 +174,26 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
   __shared__ uint64_t arrived;
   __shared__ int is_last[2];
   const Share share(p);
-  begin_block<kStages, kThreads, Sum>(p, full, empty, &arrived);
+  begin_block<kStages, kThreads, Sum>(p, share, full, empty, &arrived);
   if (threadIdx.x >= kThreads) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGroups == 4 ? 24 : 40));
-    if (threadIdx.x < kThreads + 32 && elect()) Stage::template run<kStages>(p, &map, ring, full, empty, share);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kFetch));
+    const int fetcher = (threadIdx.x - kThreads) / 32;
+    if (fetcher >= p.fetchers || !elect()) return;
+    if (p.fetchers == 1) Stage::template run<kStages>(p, &map, ring, full, empty, share);
+    else if (fetcher == 1) Stage::template run_activations<kStages>(p, &map, ring, full, empty, share);
+    else if (p.fetchers == 2) Stage::template run_weights<kStages>(p, ring, full, empty, share);
+    else if (fetcher == 0) Stage::template run_weights<kStages, true, false>(p, ring, full, empty, share);
+    else Stage::template run_weights<kStages, false, true>(p, ring, full, empty, share);
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kGroups == 4 ? 112 : 232));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kMultiply));
   const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   float sum[kTiles][kTokens / 2];
   float (&all)[kVectors * 4] = *reinterpret_cast<float (*)[kVectors * 4]>(&sum);
   // Addresses that stay in registers: the compiler would make them anew at every stage.
   const uint32_t my_barrier = keep(shared_address(full));
+  const uint32_t mate_barrier =
+      p.mates > 1 ? address_in(my_barrier, share.rank + (1 - share.mate) * p.sharers) : my_barrier;
   const uint32_t my_words = keep(shared_address(ring)) + Stage::kWords + group * kTiles * 2048 + warp * 512 + lane * 16;
   const uint32_t my_scales =
       keep(shared_address(ring)) + Stage::kScales + (group * kTiles * 64 + warp * 16 + lane / 4 * 2) * kPair;
@@ -187,16 +205,24 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
 #pragma unroll
     for (int j = 0; j < kVectors * 4; ++j) all[j] = 0;
     const int second = min(kStrip, p.tiles64 - tile0) * 64 * kPair;
-    multiply_strip<T, Shape, kTokens, kTiles, kHalfGroups, kZeros, kMixed>(p, sum, here, ring, my_barrier, my_words,
-                                                                           my_scales, second, lane, slot, parity);
+    multiply_strip<T, Shape, kTokens, kTiles, kHalfGroups, kZeros, kMixed>(
+        p, sum, here, ring, my_barrier, mate_barrier, my_words, my_scales, second, lane, slot, parity);
     if (p.sharers != 0) break;
     if (join<kThreads, kVectors>(p, unit, all, is_last))
       write_strip<T, kTokens>(p, sum, tile0 * 64 + group * kTiles * 64 + warp * 16 + lane / 4 * 2,
                               token + lane % 4 * 2);
   }
   if (p.sharers == 0) return;
-  auto* parts = reinterpret_cast<float4*>(ring + kStages * Stage::kBytes);
-  write_cluster<T, kTokens, kTiles, Sum>(p, parts, &arrived, all, tile0, token);
+  if (p.sharers > 1) {
+    auto* parts = reinterpret_cast<float4*>(ring + kStages * Stage::kBytes);
+    write_cluster<T, kTokens, kTiles, Sum>(p, share, parts, &arrived, all, tile0, token);
+    return;
+  }
+  cluster_wait();  // all blocks have begun
+  cluster_arrive_again();
+  wait_for_previous();
+  write_strip<T, kTokens>(p, sum, tile0 * 64 + group * kTiles * 64 + warp * 16 + lane / 4 * 2, token + lane % 4 * 2);
+  cluster_wait();  // until then a mate may still release slots here
 }
 
 template <class T, int kTokens, int kGroups, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>
@@ -208,14 +234,18 @@ void many(const Call& c) {
 
 template <class T, bool kHalfGroups, bool kZeros, bool kMixed>
 void many(const Call& c) {
-  switch (c.part.tokens) {  // outputs are those of `outputs_of`
+  const bool narrow = c.part.outputs == 128;  // else 256
+  switch (c.part.tokens) {
     case 32:
-      return many<T, 32, 4, 1, kHalfGroups, kZeros, kMixed>(c);
+      return narrow ? many<T, 32, 2, 1, kHalfGroups, kZeros, kMixed>(c)
+                    : many<T, 32, 4, 1, kHalfGroups, kZeros, kMixed>(c);
     case 64:
-      return many<T, 64, 4, 1, kHalfGroups, kZeros, kMixed>(c);
+      return narrow ? many<T, 64, 2, 1, kHalfGroups, kZeros, kMixed>(c)
+                    : many<T, 64, 4, 1, kHalfGroups, kZeros, kMixed>(c);
     case 128:
-      return many<T, 128, 2, 2, kHalfGroups, kZeros, kMixed>(c);
-    default:
+      return narrow ? many<T, 128, 2, 1, kHalfGroups, kZeros, kMixed>(c)
+                    : many<T, 128, 2, 2, kHalfGroups, kZeros, kMixed>(c);
+    default:  // 128 outputs
       return many<T, 256, 2, 1, kHalfGroups, kZeros, kMixed>(c);
   }
 }

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "cuda/check.cuh"
+#include "cuda/int4_blocks.hpp"
 #include "cuda/int4_linear.hpp"
 
 namespace ktinject::cuda::int4 {
@@ -39,7 +40,9 @@ struct Int4Arguments {
   int line;          // stages in all
   int share;         // stages a block
   int sharers;       // blocks of a cluster that share a strip; 0: the line is cut into shares
+  int mates;         // strips of a cluster, whose blocks fetch activations for each other: 1 or 2
   int token_blocks;  // blocks of tokens of a strip
+  int fetchers;      // threads of a block that ask for copies: one for all, two, or three
   int silent;        // bits of the lanes that do not release slots: 31, or 0 if every lane does
 };
 
@@ -159,29 +162,7 @@ __device__ __forceinline__ void read_scales(float (&scale)[2], uint32_t (&zeros)
   }
 }
 
-// How the stages of all strips, standing in one line, are cut into equal shares, one a block.
-struct Partition {
-  int outputs, tokens;  // of a block
-  int token_blocks;
-  int units;  // strips, once for each block of tokens
-  int line, share, blocks;
-  int sharers = 0;  // blocks of a cluster that share a strip, where the line is not cut
-};
-
-inline Partition cut(int n, int k, int m, int tokens, int outputs, int most_blocks) {
-  Partition p;
-  p.outputs = outputs;
-  p.tokens = tokens;
-  p.token_blocks = (m + tokens - 1) / tokens;
-  p.units = (n + outputs - 1) / outputs * p.token_blocks;
-  p.line = p.units * (k / 64);
-  p.share = (p.line + most_blocks - 1) / most_blocks;
-  p.blocks = (p.line + p.share - 1) / p.share;
-  return p;
-}
-
 // sm_90, in a file of its own since its instructions need another target.
-Partition partition_sm90(int n, int k, int m, int multiprocessors);
 void run_sm90(Int4Arguments p, const Partition& part, bool fp16, int device, cudaStream_t stream);
 
 }  // namespace ktinject::cuda::int4

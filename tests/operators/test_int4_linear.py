@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ktinject
-from ktinject import machine
+from ktinject import _native, machine
 from ktinject.checkpoints.formats.base import Codes, Format
 from ktinject.errors import OperatorError, PlanError
 from ktinject.machine import Gpu
@@ -204,6 +205,74 @@ def test_small_layers_are_unpacked_where_that_was_faster(cell: tuple[int, int, i
     assert not any(is_small(k, n, tokens) for tokens in (1, 128, 192, 257, 384, 513, MANY_TOKENS))
 
 
+# Inputs and outputs of layers of the models that `ktinject bench` knows.
+LAYERS = [
+    (2048, 512), (512, 2048), (2560, 512), (2880, 512), (3584, 512), (4096, 512), (3072, 1024), (7168, 576),
+    (4096, 1024), (2048, 2048), (5120, 1024), (4096, 1408), (1408, 4096), (1536, 4096), (2560, 2560),
+    (2560, 3072), (3072, 2560),
+    (2048, 4096), (4096, 2048), (512, 16384), (7168, 1536), (4096, 2816), (2816, 4096), (2880, 4096), (4096, 2880),
+    (4096, 3072), (3072, 4096), (2048, 6144), (3584, 3584), (7168, 2048), (2048, 7168), (2048, 8192), (512, 32768),
+    (4096, 4096), (1536, 12288), (3072, 6144), (6144, 3072), (2048, 12288), (5120, 5120), (2560, 12288), (12288, 2560),
+]  # fmt: skip
+
+
+def test_blocks_of_128_outputs_are_chosen_where_they_were_faster() -> None:
+    eighths, wide = (32, 128, 8), (32, 64, 128, 256)
+    for (k, n), few, more in (
+        ((2048, 512), eighths, eighths), ((4096, 512), eighths, eighths), ((7168, 576), eighths, (64, 128, 8)),
+        ((5120, 1024), eighths, None), ((512, 16384), (64, 128, 0), (128, 128, 0)),
+    ):  # fmt: skip
+        for tokens, blocks in ((range(33, 65), few), (range(65, 129), more)):
+            for m in (tokens[0], tokens[-1]):
+                chosen = _native.int4_blocks(n, k, m, 132)
+                assert blocks is None or (chosen[:3] == blocks and chosen[3:5] == (1, 2))
+                assert blocks is not None or chosen[:2] in [(t, 256) for t in wide]
+                assert _native.int4_blocks(n, k, m, 114)[1] == 256, "measured with 132 multiprocessors alone"
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 60, 114, 132])
+def test_blocks_cover_every_stage_once(multiprocessors: int) -> None:
+    for k, n in [*LAYERS, (64, 1), (128, 65), (18432, 7168), (192, 100_000)]:
+        for m in (1, 8, 9, 17, 33, 64, 65, 100, 128, 129, 200, 256, 300, 400, 512, 1000, 4096):
+            tokens, outputs, sharers, mates, fetchers, share, blocks = _native.int4_blocks(
+                n, k, m, multiprocessors
+            )
+            assert (tokens, outputs) in ((8, 256), (16, 256)) if m <= 16 else (
+                tokens, outputs, sharers, mates, fetchers
+            )[:2] in {b[:2] for b in allowed(k)}  # fmt: skip
+            units, depth = -(-n // outputs) * -(-m // tokens), k // 64
+            if sharers:
+                assert mates == 1 and blocks == sharers * units and sharers <= min(8, depth)
+            else:
+                assert (blocks - 1) * share < units * depth <= blocks * share
+
+
+@pytest.mark.parametrize(
+    "blocks, reason",
+    [
+        ((16, 256, 0, 1, 2), "32, 64 or 128 tokens"), ((64, 192, 0, 1, 2), "128 or 256 outputs"),
+        ((256, 256, 0, 1, 2), "256 tokens with 128 outputs"), ((64, 128, 9, 1, 2), "splits of 0 to 8"),
+        ((64, 128, -1, 1, 2), "splits of 0 to 8"), ((64, 128, 5, 1, 2), "one stage at least"),
+        ((64, 128, 4, 3, 2), "2 in clusters"), ((64, 128, 0, 2, 2), "2 in clusters"),
+        ((128, 256, 2, 1, 2), "no room to add up sums"), ((256, 128, 2, 1, 2), "no room to add up sums"),
+        ((64, 128, 1, 2, 1), "2 or 3 with mates"), ((64, 128, 1, 1, 0), "1 to 3 fetchers"),
+        ((64, 128, 1, 1, 4), "1 to 3 fetchers"),
+    ],
+)  # fmt: skip
+def test_blocks_that_there_are_not_are_refused(blocks: tuple[int, ...], reason: str) -> None:
+    def native(blocks: tuple[int, ...] | None) -> None:
+        _native.Int4Linear(
+            words=64, scales=64, bias=0, n=64, k=256, group_size=64, has_zeros=False, fp16_scales=False,
+            sm80_only=False, every_lane=False, blocks=blocks, device=0,
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match=f"there are no such blocks; allowed.*{reason}|larger.*{reason}"):
+        native(blocks)
+    native(None)
+    for kind in allowed(256):
+        native(kind)
+
+
 def test_only_hopper_unpacks_small_layers() -> None:
     operator = filled(linear(2048, 2048))
     assert operator._arch == "sm80" and not operator._is_unpacked(256) and operator._is_unpacked(257)
@@ -328,6 +397,29 @@ def cuda() -> str:
     return "cuda:0"
 
 
+def check_product(operator: Int4Linear, dtype: torch.dtype, m: int) -> None:
+    """A product of m random tokens against fp64, and twice the same bits."""
+    device, k, n = operator.config.device, operator.in_features, operator.out_features
+    weight, bias = exact(operator)
+    x = torch.randn(m, k, device=device).to(dtype)
+    torch.empty(m, n, dtype=dtype, device=device).fill_(float("nan"))  # likely the memory that y gets
+    y = operator(x)
+    assert y.dtype == dtype and y.shape == (m, n)
+    error = reference.relative_error(y, x.double() @ weight.T + bias)
+    few = 2 if y.numel() < 2000 else 1  # the rounding of few outputs may be above the average
+    few = 1.5 if operator._is_unpacked(m) else few  # cuBLAS may add up parts in 16 bits
+    assert error < few * reference.INT4_LINEAR_TOLERANCE[dtype], (k, n, m, operator.blocks, error)
+    assert operator(x).equal(y), "the same bits every time"
+
+
+@functools.lru_cache(maxsize=1)
+def exact(operator: Int4Linear) -> tuple[Tensor, Tensor | int]:
+    """Weight [n, k] and bias in fp64 on the operator's device."""
+    device = operator.config.device
+    bias = operator.unpack("bias").to(device).double() if operator.has_bias else 0
+    return operator.unpack("weight").to(device).double(), bias
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("sm80_only", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -341,20 +433,63 @@ def test_the_kernels_on_every_kind_of_shape(
             continue
         module = linear(k, n, bias=n % 2 == 0, dtype=dtype, seed=n)
         operator = filled(module, cuda, sm80_only, group_size=group_size, symmetric=symmetric)
-        weight, bias = operator.unpack("weight").to(cuda).double(), 0
-        if operator.has_bias:
-            bias = operator.unpack("bias").to(cuda).double()
         for m in (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 129, 200, 400, *UNPACKED):
-            x = torch.randn(m, k, device=cuda).to(dtype)
-            torch.empty(m, n, dtype=dtype, device=cuda).fill_(float("nan"))  # likely the memory that y gets
-            y = operator(x)
-            assert y.dtype == dtype and y.shape == (m, n)
-            error = reference.relative_error(y, x.double() @ weight.T + bias)
-            few = 2 if y.numel() < 2000 else 1  # the rounding of few outputs may be above the average
-            # cuBLAS may add up parts in 16 bits.
-            few = 1.5 if operator._is_unpacked(m) else few
-            assert error < few * reference.INT4_LINEAR_TOLERANCE[dtype], (k, n, m, error)
-            assert operator(x).equal(y), "the same bits every time"
+            check_product(operator, dtype, m)
+
+
+def allowed(k: int) -> list[tuple[int, int, int, int, int]]:
+    """Every kind of blocks that a product of k inputs can have."""
+    fetched = {1: (1, 2, 3), 2: (2, 3)}
+    return [
+        (tokens, outputs, split, mates, fetchers)
+        for tokens, outputs in (
+            (32, 128),
+            (64, 128),
+            (128, 128),
+            (256, 128),
+            (32, 256),
+            (64, 256),
+            (128, 256),
+        )
+        for mates in (1, 2)
+        for split in range(mates - 1, (8 // mates if tokens * outputs <= 128 * 128 else 1) + 1)
+        for fetchers in fetched[mates]
+        if split <= k // 64
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_every_kind_of_blocks(group_size: int, symmetric: bool, dtype: torch.dtype, cuda: str) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("blocks are chosen on Hopper alone")
+    for k, n, tokens in ((1024, 513, (17, 300)), (640, 1000, (129,))):
+        operator = filled(
+            linear(k, n, bias=True, dtype=dtype, seed=n), cuda, group_size=group_size, symmetric=symmetric
+        )
+        for blocks in allowed(k):
+            operator.blocks = blocks
+            operator.finish()
+            for m in tokens:
+                check_product(operator, dtype, m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("multiprocessors", [132])
+def test_the_blocks_that_layers_of_models_have(multiprocessors: int, cuda: str) -> None:
+    """One product of each kind of blocks that is chosen for any of the layers for which they were measured."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != multiprocessors:
+        pytest.skip("other blocks are chosen here")
+    found: dict[tuple[int, ...], tuple[int, int, int]] = {}
+    for k, n in LAYERS:
+        for m in (17, 32, 48, 64, 100, 128, 192, 200, 256, 300, 384, 400, 512):
+            chosen = _native.int4_blocks(n, k, m, multiprocessors)[:5]
+            if not is_small(k, n, m):
+                found.setdefault(chosen, (k, n, m))
+    for k, n, m in found.values():
+        check_product(filled(linear(k, n, seed=n), cuda), torch.bfloat16, m)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,46 @@
+// How a product with int4 weights is cut into blocks on Hopper. Plain C++: what is chosen is tested without a GPU.
+#pragma once
+
+namespace ktinject::cuda::int4 {
+
+// What the blocks of a product are. The kernels exist for some numbers of tokens and outputs; `why_not` knows which.
+struct Blocks {
+  int tokens = 0, outputs = 0;  // of a block; 0: none
+  int split = 0;     // blocks of a cluster that share a strip; 1: each strip is one block's; 0: the line is cut
+  int mates = 1;     // strips of a cluster, whose blocks fetch activations for each other: 1 or 2
+  int fetchers = 2;  // threads that ask for copies: one for all; words and scales, activations; or three
+};
+
+// How the stages of all strips, standing in one line, are cut into equal shares, one a block.
+struct Partition {
+  int outputs, tokens;  // of a block
+  int token_blocks;
+  int units;  // strips, once for each block of tokens
+  int line, share, blocks;
+  int sharers = 0;   // blocks of a cluster that share a strip, where the line is not cut
+  int mates = 1;     // strips of a cluster
+  int fetchers = 2;  // threads of a block that ask for copies
+};
+
+inline int up(int a, int b) { return (a + b - 1) / b; }  // a / b, rounded up
+
+inline Partition cut(int n, int k, int m, int tokens, int outputs, int most_blocks) {
+  Partition p;
+  p.outputs = outputs;
+  p.tokens = tokens;
+  p.token_blocks = up(m, tokens);
+  p.units = up(n, outputs) * p.token_blocks;
+  p.line = p.units * (k / 64);
+  p.share = up(p.line, most_blocks);
+  p.blocks = up(p.line, p.share);
+  return p;
+}
+
+// Null if a product of a weight with k inputs can have these blocks, else what they would have to be.
+const char* why_not(const Blocks& blocks, int k);
+// A product of a weight [n, k] with m tokens in these blocks, for which `why_not` is null.
+Partition cut_into(const Blocks& blocks, int n, int k, int m, int multiprocessors);
+// The same in the blocks that are the fastest, as far as that was measured.
+Partition partition_sm90(int n, int k, int m, int multiprocessors);
+
+}  // namespace ktinject::cuda::int4
