@@ -40,8 +40,6 @@ log = logging.getLogger("ktinject")
 
 # A submit can route among so many experts, and choose so many of them for a token (native/cuda/route.cuh).
 MOST_ROUTED, MOST_CHOSEN = 256, 32
-
-
 # Bytes of a token's experts from which on a guess at them pays: 40 µs at 200 GB/s.
 _LEAST_FORESEEN = 8 << 20
 
