@@ -12,6 +12,7 @@ without a GPU, all linear layers.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 from typing import Any
 
@@ -22,6 +23,7 @@ from ktinject import _native, rules
 from ktinject.errors import KTInjectError
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.operators.cpu_linear import CpuLinear
+from ktinject.operators.hybrid_experts import HybridExperts
 from ktinject.tools import benchmark, random_models
 
 
@@ -63,6 +65,9 @@ def main() -> None:
     parser.add_argument("-r", "--repetitions", type=int, default=3)
     parser.add_argument("--device", help="instead of the first GPU, such as cpu")
     parser.add_argument("--kernels", action="store_true", help="GPU kernels of a step, the longest first")
+    parser.add_argument(
+        "--no-guess", action="store_true", help="no step guesses at the next layer's experts (foresee: false)"
+    )
     arguments = parser.parse_args()
     lines = []
     for named in arguments.shapes:
@@ -76,6 +81,9 @@ def main() -> None:
         except KTInjectError as error:
             print(f"{named:24} {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
             continue
+        for module in model.modules():
+            if isinstance(module, HybridExperts) and arguments.no_guess:
+                module.config = dataclasses.replace(module.config, foresee=False)
         lines.append(_measure(model, shape, config, arguments))
         del model
         torch.cuda.empty_cache()
@@ -97,6 +105,8 @@ def _measure(model: Any, shape: str, config: Any, arguments: argparse.Namespace)
     decoding = model.ktinject_decoding
     how, why = decoding.last, decoding.reason
     where = benchmark.profile(model) if arguments.kernels and model.device.type == "cuda" else None
+    right, asked = decoding.guesses()
+    guesses = f"guesses {right / asked:.2f} right, " if asked else ""
     counter = Counter(model)
     read = counter.of_a_step(model)
     eager = benchmark.decode(model, max(4, arguments.steps // 4), 1)
@@ -107,7 +117,7 @@ def _measure(model: Any, shape: str, config: Any, arguments: argparse.Namespace)
     bound = bandwidth / read
     print(
         f"{shape:20} x{config.num_hidden_layers:<3} {rate:8.1f} t/s  bound {bound:7.0f}  {rate / bound:5.2f}"
-        f"  eager {slow:7.1f}  {rate / slow:5.1f}x  {how} {why}",
+        f"  eager {slow:7.1f}  {rate / slow:5.1f}x  {guesses}{how} {why}",
         flush=True,
     )
     if where is not None:

@@ -106,6 +106,15 @@ class Decoding:
         found = [o.hits() for o in model.modules() if isinstance(o, HybridExperts)]
         return sum(found, start=Hits())
 
+    def guesses(self) -> tuple[int, int]:
+        """Of the experts that captured steps foresaw one layer ahead: how many were right, of how many asked for.
+
+        Of those guesses that the CPU followed: it stops where most are wrong, and tries again later.
+        """
+        model: Any = self._model()
+        found = [o.native.guesses for o in model.modules() if isinstance(o, HybridExperts)]
+        return sum(right for right, _ in found), sum(asked for _, asked in found)
+
     @property
     def explains(self) -> bool:
         """Whether `generate` of this thread is to say how a request would run, and not to run it."""

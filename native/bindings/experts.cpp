@@ -246,6 +246,21 @@ void init_experts(nb::module_& m) {
            "Write the dequantised weight to out [n, k] fp32.")
       .def("unpack_bias", &unpack_bias, nb::arg("projection"), nb::arg("expert"), nb::arg("out"),
            nb::call_guard<WithoutGil>(), "Write the bias to out [n] fp32.")
+      .def(
+          "fetch_ahead",
+          [](const moe::Experts& self, const std::vector<int32_t>& ids) {
+            self.fetch_ahead(ids.data(), static_cast<int>(ids.size()));
+          },
+          nb::arg("ids"), nb::call_guard<WithoutGil>(),
+          "Guess that the next forward of this thread is of one token and these experts: idle workers bring their "
+          "weights\n"
+          "into caches until then. Results do not depend on it.")
+      .def_prop_ro(
+          "guesses",
+          [](const moe::Experts& self) { return std::tuple(self.guesses().right(), self.guesses().asked()); },
+          "(right, asked): of passes whose guess was followed so far, how many experts it had named, and how many "
+          "there "
+          "were.")
       .def("forward", &forward, nb::arg("hidden_states"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
            nb::arg("out"), nb::call_guard<WithoutGil>(),
            "out [m, hidden] = weighted sum of the experts of hidden_states [m, hidden]; top_k_index [m, t] int64 or "

@@ -112,6 +112,13 @@ void def_channel(nb::module_& m) {
           nb::arg("slots"), nb::arg("slot"), nb::arg("tokens"), nb::arg("dtype"), nb::arg("out"), nb::arg("addend"),
           nb::arg("residual"), nb::arg("stream"), nb::arg("submitted_in"),
           "Put a wait into the stream; out 0: drop the answer, addend, residual 0: add nothing.")
+      .def(
+          "foresee",
+          [](HeldChannel& self, const HeldSlots& slots, int slot, Address<const int64_t> ids, int top_k,
+             uintptr_t stream) { self.foresee(slots.kept, slot, ids, top_k, stream); },
+          nb::arg("slots"), nb::arg("slot"), nb::arg("ids"), nb::arg("top_k"), nb::arg("stream"),
+          "Between submit and wait of another layer, whose slot this is: experts on the device that this one will "
+          "perhaps\nbe asked for next.")
       .def("check", &handoff::Channel::check, nb::call_guard<nb::gil_scoped_release>(),
            "Raise what went wrong since the last call.");
 }

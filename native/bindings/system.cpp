@@ -63,6 +63,9 @@ void def_threads(nb::module_& m) {
   m.def("compute_alone", &runtime::compute_alone, nb::arg("alone"),
         "Whether what the calling thread packs from now on, it packs by itself, beside other threads.");
   m.def("threads", [] { return runtime::pool()->threads(); }, "Threads in use.");
+  m.def(
+      "fetched_bytes", [] { return runtime::pool()->fetched(); },
+      "Bytes of weights that idle workers of the pool have asked for ahead of a call, so far.");
   m.def("sessions", &runtime::Session::count, "How many turns at the pool there have been, for tests.");
   m.def("set_nodes", &runtime::set_nodes, nb::arg("virtual_nodes"),
         "Virtual NUMA nodes that threads and the weights allocated from now on are cut into; 0: the machine's nodes.");

@@ -70,10 +70,13 @@ Channel::~Channel() {
   // Clear the experts first, then look at what the dispatcher thread runs: either it finds no experts, or we wait for
   // it.
   layer_->experts.store(nullptr);
-  for (const auto& slots : used_)
-    for (const auto& slot : slots->all) dispatcher().settle(slot.get());
+  for (const auto* all : {&used_, &foreseen_in_})
+    for (const auto& slots : *all)
+      for (const auto& slot : slots->all) dispatcher().settle(slot.get());
   // Entries of this layer may still come. The dispatcher thread answers them without the experts.
-  if (!idle) new std::vector<std::shared_ptr<Slots>>(std::move(used_));
+  if (idle) return;
+  new std::vector<std::shared_ptr<Slots>>(std::move(used_));
+  new std::vector<std::shared_ptr<Slots>>(std::move(foreseen_in_));
 }
 
 std::vector<std::shared_ptr<Slots>> Channel::used() const {
@@ -171,6 +174,22 @@ void Channel::wait(const std::shared_ptr<Slots>& slots, int index, int tokens, D
   view.status = layer_->status, view.layer = layer_;
   launch_wait(view, out, {addend, residual}, values, dtype, timeout_ns(), stream);
   if (captured_graph(stream) == nullptr) slot.free_after(raw_stream);
+}
+
+void Channel::foresee(const std::shared_ptr<Slots>& slots, int index, const int64_t* ids, int top_k,
+                      uintptr_t raw_stream) {
+  if (top_k < 1 || top_k > kMostExpertsPerToken)
+    throw std::invalid_argument("experts that are foreseen: found " + std::to_string(top_k) + "; allowed: 1 to " +
+                                std::to_string(kMostExpertsPerToken));
+  if (slots->device != device_ || slots->mode != Mode::flags)
+    throw std::invalid_argument("experts are foreseen for a layer on the same device, whose submits use flags");
+  const Slot& slot = *slots->all.at(static_cast<size_t>(index));
+  OnDevice on(device_);
+  {
+    std::lock_guard lock(mutex_);
+    if (std::find(foreseen_in_.begin(), foreseen_in_.end(), slots) == foreseen_in_.end()) foreseen_in_.push_back(slots);
+  }
+  launch_foresee(slot.view, layer_, ids, top_k, reinterpret_cast<cudaStream_t>(raw_stream));
 }
 
 // Frees slots whose answer did not come. While the status is not kFine, all waiting kernels end at once, so no kernel

@@ -73,6 +73,9 @@ class Channel {
   // `submitted_in`: the stream of the submit, which this one then waits for.
   void wait(const std::shared_ptr<Slots>& slots, int slot, int tokens, DType dtype, void* out, const float* addend,
             const void* residual, uintptr_t stream, uintptr_t submitted_in);
+  // Between submit and wait of another layer, of one token: ids [top_k] on the device, int64, of experts of this layer
+  // that will perhaps be asked for next. `slots` are of that submit. Throws std::invalid_argument for another device.
+  void foresee(const std::shared_ptr<Slots>& slots, int slot, const int64_t* ids, int top_k, uintptr_t stream);
   // Of all slots that submits of this layer have used so far, by which kernels of theirs may be under way.
   std::vector<SlotCounts> slot_counts() const;
   // Throws what went wrong since the last call: what the CPU threw, or that no answer came in time.
@@ -87,7 +90,8 @@ class Channel {
   const int expert_count_;
   Layer* const layer_;
   mutable std::mutex mutex_;
-  std::vector<std::shared_ptr<Slots>> used_;  // kept while a submit of this layer may be under way
+  std::vector<std::shared_ptr<Slots>> foreseen_in_;  // of other layers, whose work may come to this one's experts
+  std::vector<std::shared_ptr<Slots>> used_;         // kept while a submit of this layer may be under way
 };
 
 }  // namespace ktinject::handoff

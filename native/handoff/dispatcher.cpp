@@ -183,7 +183,7 @@ void Dispatcher::loop() {
       active = Clock::time_point::max();
       continue;
     }
-    _mm_pause();
+    if (!runtime::fetch_more()) _mm_pause();
     if (++spins < kSpinsBetweenClocks) continue;
     spins = 0;
     const auto now = Clock::now();

@@ -407,6 +407,24 @@ __global__ void boundary_kernel(Boundary::Lists lists) {
     lists.to[layer][i] = __ldcg(lists.traffic[layer] + i);
 }
 
+__global__ void __launch_bounds__(kMostExpertsPerToken)
+    foresee_kernel(SlotView slot, Layer* next, const int64_t* ids, uint32_t top_k) {
+  release_next();
+  await_previous();
+  if (slot.counts->lost != 0) return;
+  const uint32_t count = slot.counts->submitted;
+  if (threadIdx.x == 0) {
+    slot.head->next = next;
+    slot.head->next_top_k = top_k;
+    __threadfence_system();
+  }
+  __syncthreads();
+  if (threadIdx.x >= top_k) return;
+  const int64_t id = read_written(ids + threadIdx.x);
+  const auto sent = static_cast<int32_t>(max(int64_t{-1}, min(int64_t{INT32_MAX}, id)));
+  *static_cast<volatile Counted*>(slot.foreseen + threadIdx.x) = counted(count, static_cast<uint32_t>(sent));
+}
+
 __global__ void idle_kernel(IdleList list, uint32_t* free, uint64_t most_ns) {
   const int i = static_cast<int>(threadIdx.x);
   if (i >= list.length) return;
@@ -454,6 +472,11 @@ void launch_submit(const SlotView& slot, const RingView& ring, const Payload& pa
   const auto routing_warps = payload.routing.logits == nullptr ? 0u : std::min(payload.tokens, kMostRoutingWarps);
   launch_early("launching the submit kernel", submit_kernel, shape_for(payload.bytes, stream, routing_warps), slot,
                ring, payload, routing_warps, timeout_ns);
+}
+
+void launch_foresee(const SlotView& slot, Layer* next, const int64_t* ids, int top_k, cudaStream_t stream) {
+  launch_early("launching the foresee kernel", foresee_kernel, {dim3(1), dim3(kMostExpertsPerToken), stream}, slot,
+               next, ids, static_cast<uint32_t>(top_k));
 }
 
 void launch_wait(const SlotView& slot, void* out, const Epilogue& epilogue, size_t values, DType dtype,

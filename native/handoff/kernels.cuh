@@ -42,6 +42,8 @@ void launch_submit(const SlotView& slot, const RingView& ring, const Payload& pa
 // `values`: of the answer, of `dtype`. A null `out`: the answer is dropped.
 void launch_wait(const SlotView& slot, void* out, const Epilogue& epilogue, size_t values, DType dtype,
                  uint64_t timeout_ns, cudaStream_t stream);
+// Between a submit of one token and its wait: ids [top_k] of experts that `next` will perhaps be asked for.
+void launch_foresee(const SlotView& slot, Layer* next, const int64_t* ids, int top_k, cudaStream_t stream);
 // What happens between two steps: changes of tables of places, and counts of uses on their way to the host. Both lists
 // are launched whenever they are full.
 class Boundary {

@@ -18,6 +18,12 @@
 //   2. acquire load, system scope      ◄─  head.answered    ◄─  6. release store of `count`
 //   3. fence, frees the slot (busy 1 → 0)  in device memory
 //
+// Between the two, and only as a hint, the GPU may say which experts the next layer will be asked for:
+//
+//   foresee kernel
+//   plain stores, __threadfence_system() →  head             →  after 6: reads them, if all ids carry `count` by then
+//   one 8-byte store for each value      →  foreseen         →  acquire loads, once
+//
 // Two things need no order, so nobody waits for one:
 //   - ids and weights. The warps that choose experts write them while other warps write the entry. Each value stands
 //     beside its count in one 8-byte word, so the CPU sees for each one whether it is there.
@@ -72,7 +78,9 @@ struct Head {
   uint32_t tokens;
   uint32_t top_k;
   uint32_t dtype;
-  uint32_t count;                  // of this submit
+  uint32_t count;  // of this submit
+  Layer* next;     // whose experts are foreseen, and how many
+  uint32_t next_top_k;
   alignas(128) uint32_t answered;  // the count of the last submit that has an answer
 };
 
@@ -86,10 +94,11 @@ struct Counts {
 // A slot, as kernels and the dispatcher thread get it.
 struct SlotView {
   Head* head;
-  std::byte* x;      // [tokens, hidden]
-  Counted* ids;      // [tokens, top_k]; -1: not the CPU's to compute
-  Counted* weights;  // [tokens, top_k], fp32
-  std::byte* out;    // [tokens, hidden]
+  std::byte* x;       // [tokens, hidden]
+  Counted* ids;       // [tokens, top_k]; -1: not the CPU's to compute
+  Counted* weights;   // [tokens, top_k], fp32
+  std::byte* out;     // [tokens, hidden]
+  Counted* foreseen;  // [kMostExpertsPerToken], of the next layer; -1: not the CPU's to compute
   Counts* counts;
   uint32_t* status;  // the layer's, in mapped memory
   Layer* layer;

@@ -255,6 +255,27 @@ void Slot::run() noexcept {
   }
   __atomic_store_n(&view.head->answered, count, __ATOMIC_RELEASE);
   ended.fetch_add(1, std::memory_order_release);
+  look_ahead(count);
+}
+
+// Tells the workers what the next layer will ask for, if the GPU has said so behind submit `count`. Nobody waits for
+// that: it is worth something only as long as the workers are idle.
+void Slot::look_ahead(uint32_t count) noexcept {
+  int32_t experts[kMostExpertsPerToken];
+  uint32_t top_k = 1;
+  for (uint32_t i = 0; i < top_k; ++i) {
+    const Counted word = __atomic_load_n(view.foreseen + i, __ATOMIC_ACQUIRE);
+    if (count_of(word) != count) return;
+    experts[i] = static_cast<int32_t>(value_of(word));
+    // The kernel's fence stands between the head and every id.
+    if (i == 0) top_k = std::min(view.head->next_top_k, static_cast<uint32_t>(kMostExpertsPerToken));
+  }
+  const moe::Experts* const next = view.head->next->experts.load();
+  if (next == nullptr) return;
+  try {
+    next->fetch_ahead(experts, static_cast<int>(top_k));
+  } catch (const std::exception&) {  // it was only a hint
+  }
 }
 
 void Slot::free_after(uintptr_t stream) {
@@ -301,7 +322,8 @@ Slots::Slots(int device, int count, size_t bytes, size_t routes, Mode mode, bool
   if (shared && mode != Mode::flags) throw std::invalid_argument("shared slots need flags");
   auto padded = [](size_t size) { return (size + 255) / 256 * 256; };
   const size_t head = padded(sizeof(Head)), values = padded(bytes), words = padded(routes * sizeof(Counted));
-  const size_t each = head + 2 * values + 2 * words, number = static_cast<size_t>(count);
+  const size_t foreseen = padded(kMostExpertsPerToken * sizeof(Counted));
+  const size_t each = head + 2 * values + 2 * words + foreseen, number = static_cast<size_t>(count);
   count_ = number, total_ = number * each;
 
   OnDevice on(device);
@@ -332,11 +354,13 @@ Slots::Slots(int device, int count, size_t bytes, size_t routes, Mode mode, bool
       std::byte* at = block_ + index * each;
       auto slot = std::make_unique<Slot>();
       slot->mode = mode;
+      std::byte* const x = at + head + 2 * words + foreseen;
       slot->view = {reinterpret_cast<Head*>(at),
-                    at + head + 2 * words,
+                    x,
                     reinterpret_cast<Counted*>(at + head),
                     reinterpret_cast<Counted*>(at + head + words),
-                    at + head + 2 * words + values,
+                    x + values,
+                    reinterpret_cast<Counted*>(at + head + 2 * words),
                     counts + index,
                     nullptr,
                     nullptr};

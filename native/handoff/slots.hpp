@@ -69,6 +69,7 @@ struct Slot final : Work {
  private:
   void receive(uint32_t count);
   void compute(uint32_t count);
+  void look_ahead(uint32_t count) noexcept;
 };
 
 // Slots in one block of mapped memory. A Channel that has launched kernels on the Slots keeps them alive until the

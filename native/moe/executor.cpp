@@ -21,13 +21,19 @@ void stream_row(float* to, const float* from) {
   for (int i = 0; i < gemm::kPanel; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
 }
 
+}  // namespace
+
+void count_workers(const runtime::ThreadPool& workers, Workspace& space) {
+  space.workers.resize(workers.nodes().size());
+  for (size_t node = 0; node < space.workers.size(); ++node)
+    space.workers[node] = workers.workers_of(static_cast<int>(node));
+}
+
 runtime::ThreadPool::Wake wake_for(const MoePlan& plan) {
   using Wake = runtime::ThreadPool::Wake;
   if (plan.caller_alone) return Wake::none;
   return plan.is_short ? Wake::most : Wake::all;
 }
-
-}  // namespace
 
 // Slots of the pool's buffers; 0 belongs to packing.
 enum MoeExecutor::Slot : size_t {
@@ -64,9 +70,7 @@ MoeExecutor::MoeExecutor(const Experts& layer, Workspace& space, runtime::Thread
       has_sums_(gemm::has_group_sums(config_.format)) {}
 
 void MoeExecutor::run() {
-  const size_t nodes = workers_.nodes().size();
-  space_.workers.resize(nodes);
-  for (size_t node = 0; node < nodes; ++node) space_.workers[node] = workers_.workers_of(static_cast<int>(node));
+  count_workers(workers_, space_);
   run_round(0);
   for (int round = 1; round < plan_.rounds; ++round) run_round(round);
 }

@@ -40,7 +40,9 @@ struct Workspace {
   Routing routing;
   MoePlan plan;
   Counters counters;
-  std::vector<int> workers;     // of each node
+  std::vector<int> workers;              // of each node
+  const Experts* foreseen_of = nullptr;  // whose weights are fetched, and of which experts, by their places
+  std::vector<int> foreseen;
   std::vector<float*> results;  // of each shard: [rows, its panels of down * 32]
   std::vector<std::byte*> own;  // of each node: what its workers have to themselves, one after the other
 };
@@ -54,6 +56,10 @@ struct Tokens {
   int top_k;
   std::byte* out;  // as x
 };
+
+// Notes how many workers each node has.
+void count_workers(const runtime::ThreadPool& workers, Workspace& space);
+runtime::ThreadPool::Wake wake_for(const MoePlan& plan);
 
 // Experts a token may be sent to; they are gathered on the stack.
 inline constexpr int kMostSlots = 64;

@@ -1,6 +1,8 @@
 // One layer's routed experts: packed weights and the forward pass.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -56,6 +58,26 @@ struct PackedRun {
 
 // Long prompts may take so much working memory, if that is more than what was allowed before.
 void allow_workspace(size_t bytes);
+
+// Guesses at the experts of a layer's next token: how often they are right, and whether they are followed. Where most
+// are wrong, workers that follow them read for nothing, so guesses are then only tried now and then. Changed within a
+// Session.
+class Guesses {
+ public:
+  // Whether to follow the next one.
+  bool pay();
+  // Of one that was followed: experts that were right, and those of the token.
+  void count(size_t right, size_t asked);
+  // Of all that were followed so far; from any thread.
+  uint64_t right() const { return right_.load(std::memory_order_relaxed); }
+  uint64_t asked() const { return asked_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<uint64_t> right_{0}, asked_{0};
+  size_t lately_right_ = 0, lately_asked_ = 0;
+  int followed_ = 0;  // since they were judged last
+  int pause_ = 0;     // so many are not followed
+};
 
 // Many threads may use one object: each call waits for its turn at the pool.
 class Experts {
@@ -118,6 +140,12 @@ class Experts {
   template <class Id>
   void forward(const void* x, DType dtype, const Id* ids, const float* weights, int tokens, int top_k, void* out) const;
 
+  // A guess at what the next pass of this thread is: one token of these experts, ids [top_k]. Workers that are idle
+  // until then bring the weights into their caches, those of the first ids first. Results do not depend on it. Ids that
+  // are no expert are left out.
+  void fetch_ahead(const int32_t* ids, int top_k) const;
+  const Guesses& guesses() const { return guesses_; }
+
  private:
   friend class MoeExecutor;
   static size_t mark_of(Projection projection, int expert, bool bias) {
@@ -154,6 +182,7 @@ class Experts {
   bool allocated_ = false;
   runtime::Block gate_up_bias_;  // float [experts, panels * 32], in panel order
   runtime::Block down_bias_;     // float [experts, panels * 32]
+  mutable Guesses guesses_;
   std::vector<uint8_t> loaded_;  // [experts][projection][weight, bias]
 };
 

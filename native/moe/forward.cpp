@@ -17,6 +17,25 @@ std::atomic<size_t> most_workspace{size_t{512} << 20};
 // Tokens that a pass may always have.
 constexpr size_t kLeastTokens = 64;
 
+// Guesses are judged after so many; if fewer than the share of experts was right, the next ones are not followed. A
+// guess that is wrong costs less than one that is right gains.
+constexpr int kJudgedGuesses = 64, kPausedGuesses = 4096;
+constexpr double kLeastRight = 0.3;
+
+Workspace& workspace() {
+  static thread_local Workspace space;
+  return space;
+}
+
+// A worker has fetched what the task of a place reads. So experts that were foreseen keep their places.
+void follow_guess(Workspace& space, Guesses& guesses) {
+  space.routing.keep_places(space.foreseen);
+  size_t right = 0;
+  for (const int expert : space.routing.active)
+    right += std::find(space.foreseen.begin(), space.foreseen.end(), expert) != space.foreseen.end();
+  guesses.count(right, space.routing.active.size());
+}
+
 }  // namespace
 
 void allow_workspace(size_t bytes) {
@@ -57,7 +76,7 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
           (workspace_bytes(most + 1, top_k) - workspace_bytes(most, top_k));
   // As even as possible: each pass reads the weights, and a few tokens at the end would do so for little.
   const auto passes = static_cast<int>((static_cast<size_t>(tokens) + most - 1) / most);
-  static thread_local Workspace space;
+  Workspace& space = workspace();
   for (int pass = 0; pass < passes; ++pass) {
     const runtime::Session workers;  // given back in between: others wait for a pass, not for a whole prompt
     if (!allocated_) throw std::invalid_argument("forward before allocate()");
@@ -66,11 +85,52 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
     const runtime::TraceSpan span(this, take);
     const size_t slots = static_cast<size_t>(first) * static_cast<size_t>(top_k);
     space.routing.sort(ids + slots, take, top_k, config_.experts);
+    if (tokens == 1 && space.foreseen_of == this) follow_guess(space, guesses_);
+    space.foreseen_of = nullptr;
     const size_t offset = static_cast<size_t>(first) * static_cast<size_t>(config_.hidden_size) * dtype_bytes(dtype);
     const Tokens some{static_cast<const std::byte*>(x) + offset, dtype, weights + slots, take, top_k,
                       static_cast<std::byte*>(out) + offset};
     MoeExecutor(*this, space, *workers, some).run();
   }
+}
+
+bool Guesses::pay() {
+  if (pause_ == 0) return true;
+  --pause_;
+  return false;
+}
+
+void Guesses::count(size_t right, size_t asked) {
+  right_.fetch_add(right, std::memory_order_relaxed);
+  asked_.fetch_add(asked, std::memory_order_relaxed);
+  lately_right_ += right, lately_asked_ += asked;
+  if (++followed_ < kJudgedGuesses) return;
+  if (static_cast<double>(lately_right_) < kLeastRight * static_cast<double>(lately_asked_)) pause_ = kPausedGuesses;
+  followed_ = 0, lately_right_ = lately_asked_ = 0;
+}
+
+void Experts::fetch_ahead(const int32_t* ids, int top_k) const {
+  const runtime::Session workers;
+  Workspace& space = workspace();
+  space.foreseen_of = nullptr;
+  if (!allocated_ || top_k < 1 || top_k > kMostSlots || !guesses_.pay()) return;
+  space.routing.sort(ids, 1, top_k, config_.experts);
+  if (space.routing.active.empty() || space.routing.rows() != space.routing.active.size()) return;
+  count_workers(*workers, space);
+  MoePlan& plan = space.plan;
+  plan.make(space.routing, {gate_up_, down_, shards_, space.workers, workers->threads()}, 1);
+  if (wake_for(plan) != runtime::ThreadPool::Wake::most) return;
+  space.routing.keep_places({ids, static_cast<size_t>(top_k)});
+  space.foreseen = space.routing.active;
+  space.foreseen_of = this;
+  workers->fetch(plan.sizes, [&](int list, int index) -> std::span<const std::byte> {
+    const Stage stage = plan.stage_of(list, index);
+    if (stage != kGateUp && stage != kDown) return {};
+    const MoeTask& task = plan.lists[static_cast<size_t>(list)][static_cast<size_t>(index)];
+    const Projection projection = stage == kDown ? Projection::down : Projection::up;
+    return {panel(projection, space.routing.active_at(task.of), task.first),
+            static_cast<size_t>(task.count) * matrix_of(projection).panel_bytes()};
+  });
 }
 
 template void Experts::forward(const void*, DType, const int32_t*, const float*, int, int, void*) const;

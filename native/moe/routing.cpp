@@ -37,6 +37,13 @@ void Routing::sort(const Id* ids, int tokens, int top_k, int experts) {
                    [&](int a, int b) { return count[static_cast<size_t>(a)] > count[static_cast<size_t>(b)]; });
 }
 
+void Routing::keep_places(std::span<const int> experts) {
+  for (size_t place = 0; place < std::min(experts.size(), active.size()); ++place) {
+    const auto found = std::find(active.begin(), active.end(), experts[place]);
+    if (found != active.end()) std::swap(active[place], *found);
+  }
+}
+
 template void Routing::sort(const int32_t*, int, int, int);
 template void Routing::sort(const int64_t*, int, int, int);
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <span>
 #include <vector>
 
 #include "gemm/layout.hpp"
@@ -20,6 +21,10 @@ struct Routing {
   // Slots [tokens * top_k] whose id is none of the experts' are left out.
   template <class Id>
   void sort(const Id* ids, int tokens, int top_k, int experts);
+
+  // Experts that are among these, too, get the places that they have there; for routings in which no expert has more
+  // rows than another.
+  void keep_places(std::span<const int> experts);
 
   size_t rows() const { return expert.size(); }
   int count_of(int id) const { return count[static_cast<size_t>(id)]; }

@@ -29,12 +29,23 @@ constexpr int kWorkersForSpare = 8;
 
 thread_local double patience_us = kPatienceMicroseconds;
 thread_local Room left_room = Room::none;
+
+// Where a thread is in its own part of what it told a pool to fetch.
+struct Fetching {
+  std::weak_ptr<ThreadPool> pool;
+  uint32_t generation = 0;
+  int task = 0;
+  size_t at = 0;
+};
+thread_local Fetching fetching;
 // A waiting thread gives its core away now and then, for a worker that holds the last task on the same core.
 constexpr double kYieldMicroseconds = 10;
 constexpr int kPausesBetweenClocks = 64;
 constexpr double kCheckMicroseconds = 100e3;
 // Workers that claim from one word.
 constexpr int kGroup = 16;
+// What fetch() asks for between two looks for news.
+constexpr size_t kFetchedAtOnce = 2048;
 // Sleepers that each woken thread wakes in turn: a tree is faster than one thread waking all.
 constexpr int kWakeFan = 3;
 
@@ -118,13 +129,19 @@ std::vector<Node> nodes_of(const Global& here) {
 
 struct ThreadPool::Queue {
   alignas(64) std::atomic<uint64_t> word{0};  // generation << 32 | tasks left
-  // This call's part of a list: tasks first, first + stride, ... of it, `total` of them.
-  alignas(64) int list = 0;
-  int first = 0;
-  int stride = 1;
-  int total = 0;
-  int workers = 0;                           // whose home this is; the same for every call
-  alignas(64) std::atomic<int> finished{0};  // tasks finished by those workers
+  alignas(64) Share share;                    // of this call
+  int node = 0;                               // the same for every call, as the next one
+  int workers = 0;                            // whose home this is
+  alignas(64) std::atomic<int> finished{0};   // tasks finished by those workers
+  // What its only worker is to bring nearer. Who is late may see parts of two lists, which does no harm.
+  struct Fetched {
+    std::atomic<const std::byte*> first{nullptr};
+    std::atomic<size_t> bytes{0};
+  };
+  alignas(64) std::atomic<int> fetches{0};
+  size_t room = 0;  // bytes that it may still be told of
+  std::array<Fetched, kMostFetched> fetch;
+  alignas(64) std::atomic<size_t> fetched{0};  // bytes so far
 };
 
 ThreadPool::ThreadPool(int threads, std::vector<Node> nodes)
@@ -142,21 +159,25 @@ ThreadPool::ThreadPool(int threads, std::vector<Node> nodes)
     const size_t all = by_cpus ? cpus : parts;
     const int until = static_cast<int>((static_cast<size_t>(threads) * before + all / 2) / all);
     const int here = until - placed, groups = std::max(1, (here + kGroup - 1) / kGroup);
-    span_.push_back({queue_count_, groups});
+    const int queues = groups == 1 ? std::max(1, here) : groups;
+    spans_.push_back({queue_count_, queues, groups});
     for (int i = 0; i < here; ++i) {
       // With more threads than CPUs the system places them better, within their node.
       const bool own = static_cast<size_t>(threads) <= cpus && static_cast<size_t>(i) < nodes_[n].cpus.size();
       seats_.push_back({own ? nodes_[n].cpus[static_cast<size_t>(i)] : -1, static_cast<int>(n),
-                        queue_count_ + i * groups / here, i});
+                        queue_count_ + i * queues / here, i});
     }
-    queue_count_ += groups;
+    queue_count_ += queues;
     placed = until;
   }
   queues_ = std::make_unique<Queue[]>(static_cast<size_t>(queue_count_));
   for (const Seat& seat : seats_) ++queues_[static_cast<size_t>(seat.queue)].workers;
+  for (size_t n = 0; n < parts; ++n)
+    for (int i = 0; i < spans_[n].queues; ++i)
+      queues_[static_cast<size_t>(spans_[n].first + i)].node = static_cast<int>(n);
   seat_ = std::make_unique<std::atomic<int>[]>(seats_.size());
   for (size_t i = 0; i < seats_.size(); ++i) seat_[i] = static_cast<int>(i);
-  for (const auto& [first, count] : span_)
+  for (const auto& [first, count, groups] : spans_)
     for (int own = first; own < first + count; ++own) {
       std::vector<int> order;
       for (int i = 0; i < count; ++i) order.push_back(first + (own - first + i) % count);
@@ -229,18 +250,18 @@ void ThreadPool::fail() {
 void ThreadPool::execute(Queue& queue, uint32_t left, int worker) {
   if (stopped()) return;
   try {
-    function_(context_, queue.list, queue.first + (queue.total - static_cast<int>(left)) * queue.stride, worker);
+    function_(context_, queue.share.list, queue.share.at(queue.share.total - static_cast<int>(left)), worker);
   } catch (...) {
     fail();
   }
 }
 
 void ThreadPool::drain(uint32_t generation, int worker) {
-  const int own = seat_of(worker).queue;
+  const int own = seat_of(worker).queue, node = seat_of(worker).node;
   int done = 0;
   for (const int index : order_[static_cast<size_t>(own)]) {
     Queue& queue = queues_[static_cast<size_t>(index)];
-    if (index != own && !steal_.load(std::memory_order_relaxed) && queue.workers > 0) continue;
+    if (queue.node != node && !steal_.load(std::memory_order_relaxed) && queue.workers > 0) continue;
     uint64_t seen = queue.word.load(std::memory_order_acquire);
     for (;;) {
       const auto left = static_cast<uint32_t>(seen);
@@ -276,6 +297,131 @@ void ThreadPool::look_for_interrupt() {
   }
 }
 
+// How many workers, the last ones, a call leaves out.
+int ThreadPool::spared(Steal steal, Wake wake) const {
+  // Without stealing, a spare worker may be the only one that has the tasks of its node.
+  if (steal == Steal::no || left_room == Room::none) return 0;
+  if (wake == Wake::most) return spare_;
+  return wake == Wake::all && left_room == Room::always ? std::min(1, spare_) : 0;
+}
+
+// One list is for all nodes; of several, each is for a node.
+void ThreadPool::deal(std::span<const int> tasks, Steal steal, Wake wake) {
+  const bool has_own = wake == Wake::most && steal == Steal::yes;
+  shares_.assign(static_cast<size_t>(queue_count_), Share{});
+  dealt_.clear();
+  const auto share_out = [&](size_t list) {
+    const auto queues = static_cast<int>(dealt_.size());
+    for (int i = 0; i < queues; ++i)
+      shares_[static_cast<size_t>(dealt_[static_cast<size_t>(i)])] = {
+          static_cast<int>(list), i, queues, std::max(0, (tasks[list] - i + queues - 1) / queues)};
+    dealt_.clear();
+  };
+  for (size_t n = 0; n < spans_.size() && (tasks.size() == 1 || n < tasks.size()); ++n) {
+    const Span& span = spans_[n];
+    for (int i = 0; i < (has_own ? span.queues : span.groups); ++i) dealt_.push_back(span.first + i);
+    if (tasks.size() > 1) share_out(n);
+  }
+  if (tasks.size() > 1) return;
+  // A queue whose only worker is left out would be others' work.
+  for (int i = 0, out = has_own ? spared(steal, wake) : 0; i < out; ++i)
+    if (const int queue = seat_of(threads_ - 1 - i).queue; queues_[static_cast<size_t>(queue)].workers == 1)
+      std::erase(dealt_, queue);
+  share_out(0);
+}
+
+size_t ThreadPool::most_fetched() {
+  // Two threads of a core share an L2 cache, and what they compute with needs some of it.
+  static const size_t most = [] {
+    constexpr size_t kMost = size_t{768} << 10;
+    const long level2 = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return level2 > 0 ? std::min(kMost, static_cast<size_t>(level2) / 4 * 3) : kMost;
+  }();
+  return most;
+}
+
+void ThreadPool::begin_fetch(std::span<const int> tasks) {
+  deal(tasks, Steal::yes, Wake::most);
+  for (int index = 0; index < queue_count_; ++index) {
+    Queue& queue = queues_[static_cast<size_t>(index)];
+    queue.fetches.store(0, std::memory_order_relaxed);
+    queue.room = most_fetched();
+  }
+}
+
+void ThreadPool::tell(int queue, std::span<const std::byte> memory) {
+  Queue& to = queues_[static_cast<size_t>(queue)];
+  const int at = to.fetches.load(std::memory_order_relaxed);
+  const size_t bytes = std::min(memory.size(), to.room);
+  if (bytes == 0 || at == kMostFetched) return;
+  to.room -= bytes;
+  to.fetch[static_cast<size_t>(at)].first.store(memory.data(), std::memory_order_relaxed);
+  to.fetch[static_cast<size_t>(at)].bytes.store(bytes, std::memory_order_relaxed);
+  to.fetches.store(at + 1, std::memory_order_release);
+}
+
+// A generation without tasks: all words keep an earlier one, so nobody can claim anything.
+void ThreadPool::publish_fetch() {
+  const uint32_t generation = ++generation_;
+  fetches_for_.store(generation, std::memory_order_relaxed);
+  fetching = {weak_from_this(), generation, 0, 0};
+  publish(news_, generation);
+  for (int i = spared(Steal::yes, Wake::most); i < spare_; ++i)
+    publish(spare_news_[static_cast<size_t>(i)], generation);
+}
+
+// Bytes of the next piece, 0 where there is none.
+size_t ThreadPool::fetch_piece(int& task, size_t& at, int worker) const {
+  const Queue& own = queues_[static_cast<size_t>(seat_of(worker).queue)];
+  if (own.workers != 1 || task >= own.fetches.load(std::memory_order_acquire)) return 0;
+  const Queue::Fetched& one = own.fetch[static_cast<size_t>(task)];
+  const auto* const first = reinterpret_cast<const char*>(one.first.load(std::memory_order_relaxed));
+  const size_t bytes = one.bytes.load(std::memory_order_relaxed), begin = at;
+  const size_t end = std::max(begin, std::min(bytes, begin + kFetchedAtOnce));
+  for (; at < end; at += 64) _mm_prefetch(first + at, _MM_HINT_T1);
+  if (end >= bytes) ++task, at = 0;
+  return end - begin;
+}
+
+void ThreadPool::fetch_own(const News& news, uint32_t generation, int worker) {
+  if (fetches_for_.load(std::memory_order_relaxed) != generation) return;
+  int task = 0;
+  size_t at = 0, bytes = 0;
+  while (news.generation.load(std::memory_order_relaxed) == generation) {
+    const bool is_all = told_for_.load(std::memory_order_acquire) == generation;
+    const size_t piece = fetch_piece(task, at, worker);
+    bytes += piece;
+    if (piece > 0) continue;
+    if (is_all) break;
+    _mm_pause();
+  }
+  queues_[static_cast<size_t>(seat_of(worker).queue)].fetched.fetch_add(bytes, std::memory_order_relaxed);
+}
+
+std::vector<std::span<const std::byte>> ThreadPool::told(int worker) const {
+  const Queue& own = queues_[static_cast<size_t>(seat_of(worker).queue)];
+  std::vector<std::span<const std::byte>> told;
+  for (int i = 0; own.workers == 1 && i < own.fetches.load(); ++i) {
+    const Queue::Fetched& one = own.fetch[static_cast<size_t>(i)];
+    told.emplace_back(one.first.load(), one.bytes.load());
+  }
+  return told;
+}
+
+size_t ThreadPool::fetched() const {
+  size_t bytes = 0;
+  for (int index = 0; index < queue_count_; ++index) bytes += queues_[static_cast<size_t>(index)].fetched.load();
+  return bytes;
+}
+
+bool fetch_more() {
+  const std::shared_ptr<ThreadPool> pool = fetching.pool.lock();
+  if (pool == nullptr || pool->news_.generation.load(std::memory_order_relaxed) != fetching.generation) return false;
+  const size_t bytes = pool->fetch_piece(fetching.task, fetching.at, 0);
+  pool->queues_[static_cast<size_t>(pool->seat_of(0).queue)].fetched.fetch_add(bytes, std::memory_order_relaxed);
+  return bytes > 0;
+}
+
 bool ThreadPool::help(std::span<const int> limits, int worker) {
   // The task that waits keeps the job alive, so its queues may be read before anything is claimed.
   for (int index = 0; index < queue_count_; ++index) {
@@ -283,7 +429,7 @@ bool ThreadPool::help(std::span<const int> limits, int worker) {
     uint64_t seen = queue.word.load(std::memory_order_acquire);
     const auto left = static_cast<uint32_t>(seen);
     if (left == 0 ||
-        queue.first + (queue.total - static_cast<int>(left)) * queue.stride >= limits[static_cast<size_t>(queue.list)])
+        queue.share.at(queue.share.total - static_cast<int>(left)) >= limits[static_cast<size_t>(queue.share.list)])
       continue;
     if (!queue.word.compare_exchange_strong(seen, seen - 1, std::memory_order_acq_rel)) continue;
     execute(queue, left, worker);
@@ -341,6 +487,7 @@ void ThreadPool::work(int worker) {
     if (stop_.load(std::memory_order_relaxed)) return;
     seen = news.generation.load(std::memory_order_acquire);
     drain(seen, worker);
+    fetch_own(news, seen, worker);
   }
 }
 
@@ -363,29 +510,19 @@ void ThreadPool::run(std::span<const int> tasks, Function function, void* contex
   cancelled_.store(false, std::memory_order_relaxed);
   steal_.store(steal == Steal::yes || alone, std::memory_order_relaxed);
   const uint32_t generation = ++generation_;
-  for (size_t n = 0; n < span_.size(); ++n) {
-    const auto& [first, count] = span_[n];
-    for (int i = 0; i < count; ++i) {
-      Queue& queue = queues_[static_cast<size_t>(first + i)];
-      const bool is_dealt = tasks.size() == 1;
-      queue.list = is_dealt ? 0 : static_cast<int>(n);
-      queue.first = is_dealt ? first + i : i;
-      queue.stride = is_dealt ? queue_count_ : count;
-      const int listed = n < tasks.size() || is_dealt ? tasks[static_cast<size_t>(queue.list)] : 0;
-      queue.total = std::max(0, (listed - queue.first + queue.stride - 1) / queue.stride);
-      queue.finished.store(0, std::memory_order_relaxed);
-      queue.word.store((uint64_t{generation} << 32) | static_cast<uint32_t>(queue.total), std::memory_order_release);
-    }
+  deal(tasks, steal, wake);
+  for (int index = 0; index < queue_count_; ++index) {
+    Queue& queue = queues_[static_cast<size_t>(index)];
+    queue.share = shares_[static_cast<size_t>(index)];
+    queue.finished.store(0, std::memory_order_relaxed);
+    queue.word.store((uint64_t{generation} << 32) | static_cast<uint32_t>(queue.share.total),
+                     std::memory_order_release);
   }
   // Where nobody is told, idle workers go on watching the old generation, and no claim of theirs can fit the new one.
   if (!alone) {
     patience_.store(static_cast<uint64_t>(patience_us * pace().ticks_per_us), std::memory_order_relaxed);
     publish(news_, generation);
-    // Without stealing, a spare worker may be the only one that has the tasks of its node.
-    int spared = 0;
-    if (steal == Steal::yes && wake == Wake::most && left_room != Room::none) spared = spare_;
-    if (steal == Steal::yes && wake == Wake::all && left_room == Room::always) spared = 1;
-    for (int i = spared; i < spare_; ++i) publish(spare_news_[static_cast<size_t>(i)], generation);
+    for (int i = spared(steal, wake); i < spare_; ++i) publish(spare_news_[static_cast<size_t>(i)], generation);
   }
   drain(generation, 0);
   for (int turn = 0; finished() != all && forks() == forks_; ++turn) {

@@ -4,16 +4,21 @@
 // does not schedule in time simply claims nothing, and the others do its share. So threads >= cores, a busy neighbour
 // or another library's spinning threads cost throughput but no scheduler tick.
 //
-// Workers belong to nodes (NUMA nodes, or virtual ones for tests), and within a node to groups of at most 16. Each
-// group has a queue, dealt from its node's list like cards: a 64-bit word (generation, tasks left), and a claim is a
+// Workers belong to nodes (NUMA nodes, or virtual ones for tests), and within a node to groups of at most 16. Tasks are
+// claimed from queues, dealt from the node's list like cards: a 64-bit word (generation, tasks left), and a claim is a
 // compare-and-swap on it, so a late worker can never claim from a later call by mistake, and touches a job's data only
-// while one of its own tasks keeps that job alive. No word is shared by more than a group until a group has run out of
-// tasks; then it helps the others, those of its node first.
+// while one of its own tasks keeps that job alive. A group has one queue, so no word is shared by more than a group
+// until a group has run out of tasks; then it helps the others, those of its node first.
+//
+// In a node of one group, short calls (Wake::most) have a queue for each worker instead. So it is known before such a
+// call which tasks a worker begins first, and who knows what they will read may say so: idle workers bring it into
+// their caches (`fetch`).
 //
 // Tasks of a list are begun in its order. So a task may wait for earlier ones (`await`), which lets a whole layer be
 // one call: stages follow each other in the list, and nobody waits where a barrier would have been.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -36,7 +41,7 @@ struct Cancelled : std::runtime_error {
   Cancelled() : std::runtime_error("the computation was cancelled") {}
 };
 
-class ThreadPool {
+class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
  public:
   ThreadPool(int threads, std::vector<Node> nodes);
   ~ThreadPool();
@@ -82,6 +87,32 @@ class ThreadPool {
         &task, steal, wake);
   }
 
+  // Foretells a call of parallel_lists() with these tasks and Wake::most. Until a call comes, workers that will have a
+  // queue of their own bring the memory nearer that their tasks will read, in their order and as far as their caches
+  // hold it: reads(list, index) is that of a task. Returns at once. Memory that is gone by then does no harm, since it
+  // is asked for and never touched. Within a Session.
+  template <class Reads>
+  void fetch(std::span<const int> tasks, Reads&& reads) {
+    begin_fetch(tasks);
+    bool more = true;
+    for (int turn = 0; more; ++turn) {
+      more = false;
+      for (int queue = 0; queue < queue_count_; ++queue) {
+        const Share& share = shares_[static_cast<size_t>(queue)];
+        if (turn >= share.total) continue;
+        tell(queue, reads(share.list, share.at(turn)));
+        more = true;
+      }
+      if (turn == 0) publish_fetch();  // workers begin while the rest is told
+    }
+    end_fetch();
+  }
+
+  // What fetch() told a worker, as long as nobody calls it again; and the bytes that all have asked for so far. For
+  // tests.
+  std::vector<std::span<const std::byte>> told(int worker) const;
+  size_t fetched() const;
+
   // Called by a task whose input is made by tasks at indices below limits[list]: returns true once ready() holds, false
   // if the call has failed or was cancelled, so that it never will. Meanwhile it begins such tasks where nobody else
   // did, and calls meanwhile() as long as that returns true.
@@ -122,6 +153,32 @@ class ThreadPool {
     alignas(64) std::atomic<int> sleepers{0};
   };
 
+  // What a queue has of a call's tasks: `total` of a list, first, first + stride, ...
+  struct Share {
+    int list = 0;
+    int first = 0;
+    int stride = 1;
+    int total = 0;
+
+    int at(int place) const { return first + place * stride; }
+  };
+  // A node's queues, and how many of them, the first ones, are there for all of a group.
+  struct Span {
+    int first;
+    int queues;
+    int groups;
+  };
+  static constexpr int kMostFetched = 16;  // tasks of a worker
+  static size_t most_fetched();            // bytes of a worker
+  void begin_fetch(std::span<const int> tasks);
+  void tell(int queue, std::span<const std::byte> memory);
+  void publish_fetch();
+  void end_fetch() { told_for_.store(generation_, std::memory_order_release); }
+  void fetch_own(const News& news, uint32_t generation, int worker);
+  size_t fetch_piece(int& task, size_t& at, int worker) const;
+  friend bool fetch_more();
+  int spared(Steal steal, Wake wake) const;
+  void deal(std::span<const int> tasks, Steal steal, Wake wake);
   void run(std::span<const int> tasks, Function function, void* context, Steal steal, Wake wake);
   void work(int worker);
   bool spin(const News& news, uint32_t seen) const;
@@ -153,10 +210,12 @@ class ThreadPool {
   const std::vector<Node> nodes_;
   std::vector<Seat> seats_;
   std::unique_ptr<std::atomic<int>[]> seat_;  // of each worker
-  std::vector<std::pair<int, int>> span_;     // of each node: first queue, queues
+  std::vector<Span> spans_;                   // of each node
   std::vector<std::vector<int>> order_;       // of each queue: itself, the others of its node, all others
   std::unique_ptr<Queue[]> queues_;
   int queue_count_ = 0;
+  std::vector<Share> shares_;  // of each queue
+  std::vector<int> dealt_;     // deal()'s own
   const int forks_ = forks();
   std::vector<std::thread> workers_;
   std::vector<Block> buffers_;
@@ -165,6 +224,8 @@ class ThreadPool {
   News news_;
   // The last generation that a spare worker has a part in; of the last worker first.
   std::array<News, kMostSpare> spare_news_;
+  // The generation in which there is memory to bring nearer, and no task; and that in which all has been told.
+  std::atomic<uint32_t> fetches_for_{0}, told_for_{0};
   std::atomic<uint64_t> patience_{0};  // ticks that idle workers watch before they sleep
   std::atomic<bool> stop_{false};
   std::atomic<bool> failed_{false};
@@ -176,6 +237,10 @@ class ThreadPool {
   std::exception_ptr failure_;      // of the first task that failed
   std::exception_ptr interrupted_;  // what the caller's check threw
 };
+
+// A thread that has called ThreadPool::fetch() and waits for what it will compute next has tasks in that call, too:
+// this brings a piece of their memory nearer. False once there is nothing left, or somebody else has made a call.
+bool fetch_more();
 
 // How long idle workers watch for another call after one that this thread makes, before they sleep; 50 until it is
 // said.

@@ -228,6 +228,34 @@ class Handoff:
             self.check()
         return out
 
+    def foresee(self, ticket: Ticket, ids: Tensor) -> None:
+        """Between submit and wait of another layer: say which of these experts will perhaps be asked for next.
+
+        While the GPU then computes what lies between the two layers, the CPU reads these experts' weights into its
+        caches. Results do not depend on it. Does nothing without flags.
+
+        ticket   of the other layer's submit of one token, on a CUDA device
+        ids      [1, t] int64 contiguous on this device; an id that is no expert is left out
+        Raises   OperatorError for another shape, dtype or device, and as `prepare`
+        """
+        if ticket.slots is None or ticket.slots.mode != "flags":
+            return
+        self.prepare(ticket.device, ticket.dtype)
+        try:
+            if ticket.shape[0] != 1:
+                raise ValueError(
+                    f"found a submit of {ticket.shape[0]} tokens; only those of one have a next layer"
+                )
+            self._channels[ticket.device].foresee(
+                ticket.slots.native,
+                ticket.slot,
+                address("ids", ids, ticket.device, torch.int64, (1, ids.shape[-1])),
+                ids.shape[-1],
+                ticket.stream,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise OperatorError(f"handoff: {error}.") from None
+
     def check(self) -> None:
         """Raise OperatorError for a failure of a submit so far. Cheap: reads two words of memory for each device."""
         for channel in self._channels.values():

@@ -26,6 +26,8 @@ class HybridExpertsConfig(CpuExpertsConfig):
     prefill: int | Literal["auto", "cpu", "gpu"] = "auto"
     # How the GPU signals the CPU; auto: flags where they work
     handoff: Literal["auto", "flags", "host_func"] = "auto"
+    # In captured steps, guess at a token's experts one layer ahead, for idle workers to read; false: never
+    foresee: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,4 +32,5 @@ bool throws(Call&& call) {
 
 void test_plan();
 void test_room();
+void test_fetch();
 void test_turns(bool forks);

@@ -129,6 +129,30 @@ void test_plan() {
         }
       }
 
+  // Experts keep the places of a guess, whatever part of it is right; nothing else about the routing changes.
+  for (int turn = 0; turn < 200; ++turn) {
+    constexpr int kMany = 40, kChosen = 8;
+    std::vector<int> all(kMany), guess, ids;
+    std::iota(all.begin(), all.end(), 0);
+    std::shuffle(all.begin(), all.end(), random);
+    guess.assign(all.begin(), all.begin() + kChosen);
+    const auto right = static_cast<int>(random() % (kChosen + 1));
+    ids.assign(all.begin() + kChosen - right, all.begin() + 2 * kChosen - right);
+    std::shuffle(ids.begin(), ids.end(), random);
+    if (turn % 3 == 0) ids[static_cast<size_t>(turn) % kChosen] = -1;
+    Routing routing, before;
+    routing.sort(ids.data(), 1, kChosen, kMany);
+    before = routing;
+    routing.keep_places(guess);
+    bool kept = true;
+    for (size_t place = 0; place < routing.active.size(); ++place)
+      kept &= before.count_of(guess[place]) == 0 || routing.active[place] == guess[place];
+    check(kept, "experts of a guess keep its places");
+    std::sort(routing.active.begin(), routing.active.end());
+    check(routing.active == before.active && routing.row == before.row && routing.expert == before.expert,
+          "the same experts and rows");
+  }
+
   // Results that are too long for one round: each panel of down is in one of them, and all before is in the first.
   {
     const Shapes shapes(Format::int8, 2048, 256, 3);

@@ -2,10 +2,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <numeric>
+#include <span>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -53,6 +56,99 @@ void test_room() {
     }
   }
   leave_room(Room::none);
+}
+
+// A worker is told of the memory of those tasks that it begins first in the call that comes, whichever workers that
+// call leaves out; and it asks for all of it if no call comes.
+void test_fetch() {
+  using Wake = ThreadPool::Wake;
+  using Memory = std::span<const std::byte>;
+  constexpr int kTasks = 70;
+  static std::array<std::array<std::byte, 4096>, kTasks> memory;
+  const int lists[] = {kTasks};
+  const auto reads = [](int, int index) {
+    return index % 9 == 8 ? Memory{} : Memory(memory[static_cast<size_t>(index)]);
+  };
+  set_threads(16, true);
+  for (const Room room : {Room::none, Room::some, Room::always}) {
+    leave_room(room);
+    {
+      const Session workers;
+      const int part = room == Room::none ? 16 : 14;
+      const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+      // Bytes that each worker is told of, all of which are asked for in the end.
+      const auto fetch = [&](std::span<const int> tasks, auto&& what) {
+        const size_t before = workers->fetched();
+        workers->fetch(tasks, what);
+        std::vector<size_t> bytes(static_cast<size_t>(part));
+        for (int worker = 0; worker < part; ++worker)
+          for (const Memory& one : workers->told(worker)) bytes[static_cast<size_t>(worker)] += one.size();
+        const size_t all = std::accumulate(bytes.begin(), bytes.end(), size_t{0});
+        while (fetch_more()) {
+        }
+        while (workers->fetched() < before + all && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+        check(workers->fetched() == before + all, "workers that have nothing else to do ask for all of it");
+        return bytes;
+      };
+
+      // No more than a cache holds.
+      static std::array<std::byte, size_t{2} << 20> large;
+      const int few[] = {16};
+      for (const size_t bytes : fetch(few, [](int, int) { return Memory(large); }))
+        check(0 < bytes && bytes < large.size(), "a worker is told of what its cache holds");
+
+      const std::vector<size_t> bytes = fetch(lists, reads);
+      check(std::accumulate(bytes.begin(), bytes.end(), size_t{0}) == (kTasks - kTasks / 9) * memory[0].size(),
+            "each task's memory is some worker's");
+      std::array<std::atomic<bool>, 16> seen{};
+      std::atomic<int> came{0}, other{0};
+      workers->parallel_lists(
+          lists,
+          [&](int, int index, int worker) {
+            if (!seen[static_cast<size_t>(worker)].exchange(true)) {
+              const std::vector<Memory> told = workers->told(worker);
+              const Memory first = reads(0, index).empty() ? reads(0, index + part) : reads(0, index);
+              if (told.empty() || told[0].data() != first.data()) ++other;
+              ++came;
+            }
+            // Every worker comes to its own tasks first.
+            while (came < part && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+          },
+          ThreadPool::Steal::yes, Wake::most);
+      check(came == part && other == 0, "a worker begins with what it was told of");
+      check(!fetch_more(), "a call ends it");
+    }
+  }
+  leave_room(Room::none);
+
+  // Each node's workers are told of its own list.
+  set_nodes(2);
+  set_threads(6, true);
+  {
+    const Session workers;
+    const int both[] = {9, 14};
+    workers->fetch(both, [&](int list, int index) {
+      return reads(0, index).empty()
+                 ? Memory{}
+                 : Memory(memory[static_cast<size_t>(index)]).subspan(static_cast<size_t>(list) * 64, 64);
+    });
+    std::array<std::vector<const std::byte*>, 2> told, wanted;
+    for (int worker = 0; worker < 6; ++worker)
+      for (const Memory& one : workers->told(worker))
+        told[static_cast<size_t>(workers->node_of(worker))].push_back(one.data());
+    for (size_t list = 0; list < 2; ++list) {
+      for (int index = 0; index < both[list]; ++index)
+        if (!reads(0, index).empty()) wanted[list].push_back(memory[static_cast<size_t>(index)].data() + list * 64);
+      std::sort(told[list].begin(), told[list].end());
+      check(told[list] == wanted[list], "a node's workers are told of its tasks");
+    }
+  }
+  set_nodes(0);
+  set_threads(2, true);
+  {
+    const Session workers;
+  }
+  check(!fetch_more(), "nothing is fetched for a pool that is gone");
 }
 
 void test_turns(bool forks) {

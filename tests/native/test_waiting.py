@@ -140,6 +140,7 @@ TAKE: dict[str, Callable[[], Any]] = {
     "Experts.unpack": lambda: LAYER.unpack("down", 0, torch.empty(SHAPE["down"])),
     "Experts.unpack_bias": lambda: LAYER.unpack_bias("down", 0, torch.empty(64)),
     "Experts.forward": lambda: forward(LAYER),
+    "Experts.fetch_ahead": lambda: LAYER.fetch_ahead([0]),
     "Linear.has_weight": lambda: DENSE.has_weight,
     "Linear.has_bias": lambda: DENSE.has_bias,
     "Linear.allocate": lambda: linear(64, 48).allocate(),
@@ -188,14 +189,15 @@ DO_NOT = set(
     find_nodes
     multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
     rms_norm set_answer_timeout answer_timeout int4_blocks fp8_quantise attention latent attention_scratch decode_linear
+     fetched_bytes
     force_kernel handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
     add_from_host handoff_entries pinned_bytes gated_delta mamba2 short_convolution
     allow_workspace Experts.workspace_bytes uses_start uses_stop uses
     packed_version Experts.packed Linear.packed
     Experts.hidden_size Experts.count Experts.down_kernels Experts.id Experts.bytes Experts.kernels
-    Experts.kernel_for Experts.shards
+    Experts.kernel_for Experts.shards Experts.guesses
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
-    Slots.bytes Channel.submit Channel.wait Channel.check
+    Slots.bytes Channel.submit Channel.wait Channel.foresee Channel.check
     ExpertCache.join ExpertCache.leave ExpertCache.step ExpertCache.places ExpertCache.hold ExpertCache.release
     ExpertCache.counts CacheCounts.uses CacheCounts.hits CacheCounts.fetches CacheCounts.bytes CacheCounts.gain
     CacheCounts.moves ReusePolicy.count ReusePolicy.exchange ReusePolicy.exchanges ReusePolicy.pays ReusePolicy.gain

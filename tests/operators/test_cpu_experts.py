@@ -8,6 +8,7 @@ reference that rounds its activations too, which leaves next to nothing and so f
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import models
@@ -34,6 +35,7 @@ from expert_cases import (
 )
 from probe_cases import KINDS, experts_module
 
+from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.probes.experts import parameter_shapes
@@ -73,6 +75,101 @@ def test_kernels_agree_on_the_packed_weights(family_name: str, name: str) -> Non
                 assert reference.relative_error(a, b) < 1e-3
             else:
                 assert torch.equal(a, b)
+
+
+# --- guesses ---
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_guess_does_not_change_results(name: str) -> None:
+    """Right, half right, wrong, of no expert, of other numbers; for the other layer; and no call at all behind it."""
+    layers = [filled(gaussian(256, 256, experts=16), name) for _ in range(2)]
+    random = torch.Generator().manual_seed(0)
+    for turn in range(20):
+        x, _, weights = inputs(layers[0].spec, 1, 4, seed=turn)
+        ids = torch.randperm(16, generator=random)[:4][None]
+        other = torch.randperm(16, generator=random)[:4][None]
+        want = [layer(x, ids, weights) for layer in layers]
+        guesses = [
+            ids[0].tolist(),
+            ids[0, :2].tolist() + other[0, :2].tolist(),
+            other[0].tolist(),
+            [-1, 99, -1, int(ids[0, 0])],
+            [3] * 4,
+            [-1] * 4,
+            [],
+            list(range(16)) * 4,
+            list(range(16)) * 5,
+        ]
+        for guess in guesses:
+            layers[0].native.fetch_ahead(guess)
+            assert torch.equal(layers[0](x, ids, weights), want[0])
+            layers[1].native.fetch_ahead(guess)
+            assert torch.equal(layers[0](x, ids, weights), want[0])
+            layers[0].native.fetch_ahead(guess)
+            layers[1].native.fetch_ahead(guess)
+            assert torch.equal(layers[1](x, ids, weights), want[1])
+            layers[0].native.fetch_ahead(guess)
+            many = inputs(layers[0].spec, 9, 4, seed=turn)
+            assert torch.equal(layers[0](*many), layers[0](*many))
+
+
+def test_how_often_a_guess_was_right_is_counted() -> None:
+    layer = filled(gaussian(256, 256, experts=16))
+    x, _, weights = inputs(layer.spec, 1, 4)
+    ids = torch.tensor([[1, 5, 9, 13]])
+    wanted = [0, 0]
+    for guess, right in [([13, 5, 1, 9], 4), ([1, 2, 3, 13], 2), ([0, 2, 4, 6], 0), ([-1, 5, 16, 99], 1)]:
+        layer.native.fetch_ahead(guess)
+        for _ in range(2):  # the guess was of the first of them
+            layer(x, ids, weights)
+        wanted = [wanted[0] + right, wanted[1] + 4]
+        assert [*layer.native.guesses] == wanted
+    # Not what was guessed: several tokens, or another layer first.
+    layer.native.fetch_ahead([1, 5, 9, 13])
+    layer(*inputs(layer.spec, 3, 4))
+    layer.native.fetch_ahead([1, 5, 9, 13])
+    filled(gaussian(256, 256, experts=16))(x, ids, weights)
+    layer(x, ids, weights)
+    assert [*layer.native.guesses] == wanted
+
+
+@pytest.mark.parametrize("right, is_followed", [(0, False), (1, False), (2, True), (4, True)])
+def test_guesses_that_are_mostly_wrong_are_not_followed(right: int, is_followed: bool) -> None:
+    """They are tried again later, and followed again once they are right."""
+    layer = filled(gaussian(256, 256, experts=16))
+    x, _, weights = inputs(layer.spec, 1, 4)
+    ids = torch.tensor([[1, 5, 9, 13]])
+
+    def followed(guess: list[int], times: int) -> int:
+        before = layer.native.guesses[1]
+        for _ in range(times):
+            layer.native.fetch_ahead(guess)
+            layer(x, ids, weights)
+        return (layer.native.guesses[1] - before) // 4
+
+    guess = [*ids[0, :right].tolist(), *[0, 2, 4, 6][right:]]
+    assert followed(guess, 64) == 64
+    assert followed(guess, 200) == (200 if is_followed else 0)
+    if not is_followed:
+        assert followed(guess, 4096) == 64
+        assert followed(ids[0].tolist(), 4096 + 300) == 300 + 136  # what was left of 4096
+
+
+def test_workers_bring_nearer_what_was_guessed() -> None:
+    """All of it if they have the time; experts that are gone by then do no harm."""
+    layer = filled(gaussian(256, 256, experts=16))
+    before = _native.fetched_bytes()
+    layer.native.fetch_ahead([1, 5, 9, 13])
+    end = time.monotonic() + 20
+    while _native.fetched_bytes() == before and _native.threads() > 1:
+        assert time.monotonic() < end
+    for _ in range(20):
+        gone = filled(gaussian(256, 256, experts=16))
+        gone.native.fetch_ahead([0, 1, 2, 3])
+        del gone
+    x, ids, weights = inputs(layer.spec, 1, 4)
+    assert layer(x, ids, weights).isfinite().all()
 
 
 # --- sizes ---

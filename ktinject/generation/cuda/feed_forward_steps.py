@@ -125,6 +125,8 @@ class Routed:
         self.gate: Any = block.get_submodule(spec.router.path)
         self.experts: Any = block.get_submodule(spec.experts)
         self.shared = _shared_of(spec, block)
+        # The block of the next layer that has one, and the norm before it; see `fused_steps.connect`.
+        self.next: tuple[Routed, Norm] | None = None
 
     @classmethod
     def of(cls, spec: MoeSpec, block: Any) -> Routed | None:
@@ -148,6 +150,7 @@ class Routed:
             bias = self.gate.bias if self.spec.has_bias else None
             logits = decode_ops.linear(x, [self.gate.weight], [bias], norm=norm, normed=normed)
             started = self._start(normed, logits)
+        self._foresee(x, started)
         if self.shared is None:
             return self.experts.complete(started, residual=x)
         shared = self.shared(normed)  # while the CPU computes
@@ -155,6 +158,25 @@ class Routed:
             # The wait adds `part` before it rounds the sum, and x after that.
             return self.experts.complete(started._replace(part=shared.float()), residual=x)
         return x + self.experts.complete(started, residual=shared)
+
+    def _foresee(self, x: Tensor, started: Any) -> None:
+        """While the CPU computes: what the next block's router chooses for this one's input, as a guess."""
+        if self.next is None or len(x) != 1:
+            return
+        block, norm = self.next
+        if block.gate.weight.device != x.device or not (
+            self.experts.is_foreseeable(self.spec.top_k) and block.experts.is_foreseeable(block.spec.top_k)
+        ):
+            return
+        block.experts.foresee(started, block.choose(x, norm))
+
+    def choose(self, x: Tensor, norm: Norm) -> Tensor:
+        """The ids [b, t] of the experts for norm(x)."""
+        if self.router is not None:
+            return self.router(decode_ops.rms_norm(x, norm))[2]
+        bias = self.gate.bias if self.spec.has_bias else None
+        logits = decode_ops.linear(x, [self.gate.weight], [bias], norm=norm)
+        return decode_ops.route(logits, self.spec.top_k, self.spec.is_normed)[1]
 
     def _start(self, x: Tensor, logits: Tensor) -> Any:
         spec = self.spec

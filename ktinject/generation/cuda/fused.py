@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.generation import consecutive, layer_spec
 from ktinject.generation.cache import KVBucket
-from ktinject.generation.cuda.fused_steps import step_of
+from ktinject.generation.cuda.fused_steps import connect, step_of
 from ktinject.generation.cuda.projections import Step
 from ktinject.generation.layer_spec import DecoderLayerSpec, GatedDeltaSpec, GroupedAttentionSpec, PartSpec
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
@@ -101,6 +101,7 @@ class Fused:
         wanted |= {*consecutive.head_of(model)}
         self.twin = twin.tree(model, wanted.__contains__, without=("ktinject_decoding",))
         self._steps = {path: (module, step) for path, module, step in steps(self.twin)}
+        connect(step for _, step in self._steps.values())
         self._with_states = {
             i: {path: self.twin.get_submodule(path) for path in paths} for i, paths in alone.items()
         }

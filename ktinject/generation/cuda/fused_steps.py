@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def step_of(spec: PartSpec, module: Any, block_counts: Tensor) -> Step | None:
     if isinstance(spec, RotationSpec):
         return _rotation_step(spec, module)
     if isinstance(spec, DecoderLayerSpec):
-        return _layer_step(spec, module, block_counts)
+        return LayerStep.of(spec, module, block_counts)
     return moe_step(spec, module)
 
 
@@ -117,26 +118,45 @@ def _mixer_of(spec: AttentionSpec | GatedDeltaSpec, module: Any, block_counts: T
     return None if attention is None else by_keys
 
 
-def _layer_step(spec: DecoderLayerSpec, module: Any, block_counts: Tensor) -> Step | None:
-    """The step of a whole decoder layer: norm, attention, residual, norm, MoE block or dense layers, residual."""
-    before, behind = norm_of(spec.input_norm, module), norm_of(spec.post_attention_norm, module)
-    mixer = _mixer_of(spec.attention, module.get_submodule(spec.attention.path), block_counts)
-    mlp = module.get_submodule(spec.feed_forward.path)
-    if before is None or behind is None or mixer is None or before.weight.dtype == torch.float32:
-        return None
-    routed = Routed.of(spec.feed_forward, mlp) if isinstance(spec.feed_forward, MoeSpec) else None
-    own = type(module).forward
+class LayerStep:
+    """The step of a whole decoder layer: norm, attention, residual, norm, MoE block or dense layers, residual.
 
-    def step(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    routed   its MoE block, if that has a step of its own
+    behind   the norm before the block
+    """
+
+    def __init__(
+        self, module: Any, mlp: Any, mixer: _Mixer, before: Norm, behind: Norm, routed: Routed | None
+    ) -> None:
+        self._module, self._mlp, self._mixer, self._before = module, mlp, mixer, before
+        self.behind, self.routed = behind, routed
+
+    @classmethod
+    def of(cls, spec: DecoderLayerSpec, module: Any, block_counts: Tensor) -> LayerStep | None:
+        before, behind = norm_of(spec.input_norm, module), norm_of(spec.post_attention_norm, module)
+        mixer = _mixer_of(spec.attention, module.get_submodule(spec.attention.path), block_counts)
+        mlp = module.get_submodule(spec.feed_forward.path)
+        if before is None or behind is None or mixer is None or before.weight.dtype == torch.float32:
+            return None
+        routed = Routed.of(spec.feed_forward, mlp) if isinstance(spec.feed_forward, MoeSpec) else None
+        return cls(module, mlp, mixer, before, behind, routed)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         mixed = None
         if len(hidden_states) <= decode_ops.MOST_ROWS:
-            mixed = mixer(hidden_states, before, args, kwargs)
+            mixed = self._mixer(hidden_states, self._before, args, kwargs)
         if mixed is None:
-            return own(module, hidden_states, *args, **kwargs)
-        x, then = hidden_states[:, 0].contiguous(), None if routed is None else routed.gate.weight
+            return type(self._module).forward(self._module, hidden_states, *args, **kwargs)
+        x, then = hidden_states[:, 0].contiguous(), None if self.routed is None else self.routed.gate.weight
         [x] = project(mixed[0], [mixed[1]], residual=x, then=then)
-        if routed is not None and x.shape[1] % 32 == 0:
-            return routed(x, behind)[:, None]
-        return x[:, None] + mlp(decode_ops.rms_norm(x, behind)[:, None])
+        if self.routed is not None and x.shape[1] % 32 == 0:
+            return self.routed(x, self.behind)[:, None]
+        return x[:, None] + self._mlp(decode_ops.rms_norm(x, self.behind)[:, None])
 
-    return step
+
+def connect(steps: Iterable[Step]) -> None:
+    """Tell each MoE block of these steps, in the order of the layers, which one follows."""
+    layers = [step for step in steps if isinstance(step, LayerStep) and step.routed is not None]
+    for one, then in pairwise(layers):
+        assert one.routed is not None and then.routed is not None
+        one.routed.next = then.routed, then.behind

@@ -214,6 +214,30 @@ class TestWholeSteps:
         assert "model.layers.0.input_layernorm" in model.ktinject_decoding.fused._steps
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_each_layer_guesses_at_the_next_ones_experts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers whose experts take the CPU longer than a guess takes the GPU; tokens are the same without."""
+    large = {"hidden_size": 512, "moe_intermediate_size": 2048, "num_hidden_layers": 4}
+    fewer = {"n_routed_experts": 16} if family == "deepseek_v3" else {}
+    monkeypatch.setitem(SIZES, family, {**SIZES[family], **large, **fewer})
+    texts = []
+    for guesses in (True, False):
+        rules: list[Any] = [{**EXPERTS, "replace": {"operator": "hybrid_experts", "foresee": guesses}}]
+        model = layered(rules + [LATENT] * (family == "deepseek_v3"), family=family)
+        arguments = {**prompt(1, device="cuda"), "eos_token_id": None, "do_sample": False}
+        texts += [model.generate(**arguments) for _ in range(2)]
+        fused_model = model.ktinject_decoding.fused
+        blocks = [step.routed for _, step in fused_model._steps.values() if getattr(step, "routed", None)]
+        assert len(blocks) >= 2 and [block.next is None for block in blocks] == [False] * (
+            len(blocks) - 1
+        ) + [True]
+        right, asked = model.ktinject_decoding.guesses()
+        assert (asked > 0) == guesses and right <= asked
+    assert all(torch.equal(text, texts[0]) for text in texts)
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_the_model_itself_stays_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of norms stand on a twin, which shares all else; without a GPU they compute what the norms do."""

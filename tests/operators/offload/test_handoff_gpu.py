@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from handoff_cases import EXPERTS, HIDDEN, RANKS, by_rank, filled, inputs, plain, way
+from handoff_cases import EXPERTS, HIDDEN, RANKS, by_rank, filled, inputs, operator, plain, way
 
 from ktinject import _native
 from ktinject.errors import OperatorError
@@ -165,6 +165,95 @@ def test_replays_of_two_models_with_deferred_work(cuda: str, mode: handoff.Mode)
         assert torch.equal(outs[1].cpu(), plain((x, other_ids, weights)))
         assert torch.equal(outs[2].cpu(), plain((want, ids, weights), seed=1))
         first.check()
+
+
+def test_a_guess_at_the_next_layer(cuda: str) -> None:
+    """The CPU follows it if it is there by the end of the layer before; results do not depend on it."""
+    hidden = 2048  # so that experts are worth waking workers for
+    first, second = way(0, "flags", hidden), way(1, "flags", hidden)
+    x, ids, weights = inputs(1, device=cuda, hidden=hidden)
+    guess, outs = ids.clone(), [torch.empty_like(x) for _ in range(2)]
+
+    def guesses() -> tuple[int, int]:
+        return operator(1, hidden).native.guesses
+
+    def step() -> None:
+        ticket = first.submit(x, ids, weights)
+        second.foresee(ticket, guess)
+        first.wait(ticket, outs[0])
+        second.wait(second.submit(outs[0], ids, weights), outs[1])
+
+    first.prepare(x.device)
+    graph = captured(step)
+    torch.cuda.synchronize()
+    used = ids[0].tolist()
+    unused = [id for id in range(EXPERTS) if id not in used]
+    drawn = [used, used[::-1], [used[1], unused[0]], unused[:2], [-1, used[0]], [-1, -1], [99, used[1]]]
+    for seed in range(3):
+        for named in drawn:
+            x.copy_(inputs(1, seed, hidden=hidden)[0])
+            guess.copy_(torch.tensor([named]))
+            torch.cuda.synchronize()
+            before = guesses()
+            _native.handoff_pause(True)
+            try:
+                replay(graph)
+                time.sleep(0.03)  # the GPU now waits for the first layer, with the guess said
+            finally:
+                _native.handoff_pause(False)
+            torch.cuda.synchronize()
+            want = plain((x, ids, weights))
+            assert torch.equal(outs[0].cpu(), want)
+            assert torch.equal(outs[1].cpu(), plain((want, ids, weights), seed=1))
+            known = [id for id in named if 0 <= id < EXPERTS]
+            right = sum(id in used for id in known)
+            asked = 2 if known else 0
+            assert [a - b for a, b in zip(guesses(), before)] == [right, asked]
+    first.check(), second.check()
+
+
+def test_a_guess_at_a_layer_that_is_gone(cuda: str) -> None:
+    hidden = 2048
+    first, others = way(0, "flags", hidden), [way(1, "flags", hidden)]
+    x, ids, weights = inputs(1, device=cuda, hidden=hidden)
+    out = torch.empty_like(x)
+
+    def step() -> None:
+        ticket = first.submit(x, ids, weights)
+        others[0].foresee(ticket, ids)
+        first.wait(ticket, out)
+
+    first.prepare(x.device), others[0].prepare(x.device)
+    graph = captured(step)
+    torch.cuda.synchronize()
+    before = operator(1, hidden).native.guesses
+    others.clear()
+    gc.collect()
+    for _ in range(3):
+        out.zero_()
+        replay(graph)
+        torch.cuda.synchronize()
+        assert torch.equal(out.cpu(), plain((x, ids, weights)))
+    assert operator(1, hidden).native.guesses == before
+    first.check()
+
+
+def test_guesses_that_are_refused(cuda: str) -> None:
+    here, other = way(mode="flags"), way(seed=1, mode="flags")
+    x, ids, weights = inputs(2, device=cuda)
+    ticket = here.submit(x, ids, weights)
+    with pytest.raises(OperatorError, match="2 tokens"):
+        other.foresee(ticket, ids)
+    here.wait(ticket)
+    ticket = here.submit(x[:1], ids[:1], weights[:1])
+    for wrong in (ids, ids[:1].int(), ids[:1].cpu(), ids[:1].repeat(1, 40)):
+        with pytest.raises(OperatorError, match="handoff: "):
+            other.foresee(ticket, wrong)
+    assert torch.equal(here.wait(ticket).cpu(), plain((x[:1], ids[:1], weights[:1])))
+    there = way(mode="host_func")  # has no guesses
+    ticket = there.submit(x[:1], ids[:1], weights[:1])
+    other.foresee(ticket, ids[:1])
+    assert torch.equal(there.wait(ticket).cpu(), plain((x[:1], ids[:1], weights[:1])))
 
 
 @pytest.mark.parametrize("mode", MODES)
