@@ -189,7 +189,7 @@ DO_NOT = set(
     find_nodes
     multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
     rms_norm set_answer_timeout answer_timeout int4_blocks fp8_quantise attention latent attention_scratch decode_linear
-     fetched_bytes
+    fetched_bytes
     force_kernel handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
     add_from_host handoff_entries pinned_bytes gated_delta mamba2 short_convolution
     allow_workspace Experts.workspace_bytes uses_start uses_stop uses
