@@ -171,9 +171,7 @@ class Routed:
         block.experts.foresee(started, block.choose(x, norm))
 
     def choose(self, x: Tensor, norm: Norm) -> Tensor:
-        """The ids [b, t] of the experts for norm(x)."""
-        if self.router is not None:
-            return self.router(decode_ops.rms_norm(x, norm))[2]
+        """The ids [b, t] of the experts for norm(x), of a router that chooses by softmax."""
         bias = self.gate.bias if self.spec.has_bias else None
         logits = decode_ops.linear(x, [self.gate.weight], [bias], norm=norm)
         return decode_ops.route(logits, self.spec.top_k, self.spec.is_normed)[1]

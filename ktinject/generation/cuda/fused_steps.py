@@ -155,8 +155,9 @@ class LayerStep:
 
 
 def connect(steps: Iterable[Step]) -> None:
-    """Tell each MoE block of these steps, in the order of the layers, which one follows."""
+    """Tell each MoE block of these steps, in the order of the layers, which one follows, if it chooses by softmax."""
     layers = [step for step in steps if isinstance(step, LayerStep) and step.routed is not None]
     for one, then in pairwise(layers):
         assert one.routed is not None and then.routed is not None
-        one.routed.next = then.routed, then.behind
+        if then.routed.router is None:
+            one.routed.next = then.routed, then.behind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 import ktinject
 from ktinject.generation.cuda import fused
+from ktinject.generation.cuda.fused_steps import LayerStep, connect
 from ktinject.generation.layer_spec import NormSpec, PartSpec
 from ktinject.operators.probes import twin
 from ktinject.support import Support
@@ -216,16 +218,14 @@ class TestWholeSteps:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_each_layer_guesses_at_the_next_ones_experts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_guesses_at_the_next_ones_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers whose experts take the CPU longer than a guess takes the GPU; tokens are the same without."""
     large = {"hidden_size": 512, "moe_intermediate_size": 2048, "num_hidden_layers": 4}
-    fewer = {"n_routed_experts": 16} if family == "deepseek_v3" else {}
-    monkeypatch.setitem(SIZES, family, {**SIZES[family], **large, **fewer})
+    monkeypatch.setitem(SIZES, "qwen3_moe", {**SIZES["qwen3_moe"], **large})
     texts = []
     for guesses in (True, False):
         rules: list[Any] = [{**EXPERTS, "replace": {"operator": "hybrid_experts", "foresee": guesses}}]
-        model = layered(rules + [LATENT] * (family == "deepseek_v3"), family=family)
+        model = layered(rules)
         arguments = {**prompt(1, device="cuda"), "eos_token_id": None, "do_sample": False}
         texts += [model.generate(**arguments) for _ in range(2)]
         fused_model = model.ktinject_decoding.fused
@@ -236,6 +236,18 @@ def test_each_layer_guesses_at_the_next_ones_experts(family: str, monkeypatch: p
         right, asked = model.ktinject_decoding.guesses()
         assert (asked > 0) == guesses and right <= asked
     assert all(torch.equal(text, texts[0]) for text in texts)
+
+
+def test_the_next_block_is_one_that_chooses_by_softmax() -> None:
+    """Layers without a block, and other steps, stand between them."""
+
+    def step(router: Any, norm: Any) -> LayerStep:
+        return LayerStep(None, None, None, None, norm, SimpleNamespace(router=router, next=None))
+
+    plain, grouped, last = step(None, "a"), step(object(), "b"), step(None, "c")
+    dense = LayerStep(None, None, None, None, None, None)
+    connect([plain, lambda x: x, grouped, dense, last])
+    assert [one.routed.next for one in (plain, grouped, last)] == [None, (last.routed, "c"), None]
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])

@@ -678,7 +678,7 @@ def test_hybrid_experts_stream_long_prompts(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[int] = []
     monkeypatch.setattr(streaming.StreamedExperts, "forward", _spied(streaming.StreamedExperts.forward, seen))
     for fewest, streams in ((200, True), (400, False)):
-        passing = lambda self, tokens, experts, fewest=fewest: experts * (tokens >= fewest)  # noqa: E731
+        passing = lambda self, tokens, experts, absent, fewest=fewest: experts * (tokens >= fewest)  # noqa: E731
         monkeypatch.setattr(prefill_rates.Rates, "passing", passing)
         for prefill in ("auto", "cpu", "gpu", 300, 301):
             # Anew each time: an operator decides once.
@@ -706,7 +706,7 @@ def test_without_room_on_the_gpu_auto_takes_the_cpu_and_says_so(
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(streaming.Ring, "reserve", full)
-    monkeypatch.setattr(prefill_rates.Rates, "passing", lambda self, tokens, experts: experts)
+    monkeypatch.setattr(prefill_rates.Rates, "passing", lambda self, tokens, experts, absent: experts)
     x, ids, weights = inputs(300, 256)
     on_gpu = x.cuda(), ids.cuda(), weights.cuda()
     auto = filled(256, 96, operator=HybridExperts, config=HybridExpertsConfig(device="cuda:0"))
