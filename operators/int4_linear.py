@@ -83,8 +83,8 @@ class Int4Linear(GpuLinear):
     sm80_only = False  # for tests: run the sm_80 kernels on Hopper, too
     # For compute-sanitizer's racecheck, which does not know that __syncwarp orders a warp's reads.
     every_lane = False
-    # To test and measure each kind of blocks on Hopper, with 17 tokens or more: native/cuda/int4_blocks.hpp, `Blocks`.
-    blocks: tuple[int, int, int, int, int] | None = None
+    # To test and measure each kind of narrow blocks on Hopper: native/cuda/int4_blocks.hpp, `Blocks`.
+    blocks: tuple[int, int, int, int] | None = None
 
     def __init__(self, module: nn.Linear, config: Int4LinearConfig) -> None:
         super().__init__(module, config)
@@ -98,6 +98,9 @@ class Int4Linear(GpuLinear):
         hopper = _is_hopper(config.device)
         self._arch = "sm90" if hopper else "sm80"
         self._many_tokens = MANY_TOKENS if hopper else MANY_TOKENS_SM80
+        self._multiprocessors = (
+            torch.cuda.get_device_properties(config.device).multi_processor_count if hopper else 0
+        )
 
     @classmethod
     def use_checkpoint_format(cls, config: Any, source: Format) -> Any:
@@ -282,7 +285,15 @@ class Int4Linear(GpuLinear):
         """Whether the weight is unpacked and cuBLAS multiplies m tokens."""
         tested = self.sm80_only or self.every_lane or self.blocks is not None
         ours = tested or self._arch != "sm90"  # tests of kernels, or not measured
-        return m > self._many_tokens or (not ours and is_small(self.in_features, self.out_features, m))
+        k, n = self.in_features, self.out_features
+        return m > self._many_tokens or (not ours and is_small(k, n, m) and not self._is_narrow(m))
+
+    def _is_narrow(self, m: int) -> bool:
+        """Whether m tokens have narrow blocks on Hopper, which were then measured to be faster than all else."""
+        tokens, outputs = _native.int4_blocks(self.out_features, self.in_features, m, self._multiprocessors)[
+            :2
+        ]
+        return outputs == 128 and tokens <= 128
 
     def multiply(self, x: Tensor) -> Tensor:
         if self._native is None:

@@ -18,8 +18,8 @@ namespace nb = nanobind;
 namespace ktinject {
 namespace {
 
-// Tokens, outputs, split, mates, fetchers of cuda::int4::Blocks.
-using Blocks = std::tuple<int, int, int, int, int>;
+// Tokens, split, mates, fetchers of cuda::int4::Blocks.
+using Blocks = std::tuple<int, int, int, int>;
 
 struct Int4Linear {
   cuda::Int4Matrix weight;
@@ -36,8 +36,8 @@ void init_int4_linear(nb::module_& m) {
           [](Int4Linear* self, Address<> words, Address<> scales, Address<const float> bias, int n, int k,
              int group_size, bool has_zeros, bool fp16_scales, bool sm80_only, bool every_lane,
              const std::optional<Blocks>& blocks, int device) {
-            const auto [tokens, outputs, split, mates, fetchers] = blocks.value_or(Blocks{0, 0, 0, 1, 2});
-            const cuda::int4::Blocks wanted{tokens, outputs, split, mates, fetchers};
+            const auto [tokens, split, mates, fetchers] = blocks.value_or(Blocks{0, 0, 1, 3});
+            const cuda::int4::Blocks wanted{tokens, split, mates, fetchers};
             if (const char* reason = blocks ? cuda::int4::why_not(wanted, k) : nullptr; reason != nullptr)
               throw std::invalid_argument(std::string("int4_linear: there are no such blocks; ") + reason + ".");
             new (self) Int4Linear{
@@ -47,7 +47,7 @@ void init_int4_linear(nb::module_& m) {
           nb::arg("group_size"), nb::arg("has_zeros"), nb::arg("fp16_scales"), nb::arg("sm80_only"),
           nb::arg("every_lane"), nb::arg("blocks") = nb::none(), nb::arg("device"),
           "Addresses of words, scales and bias (0: none), laid out as native/cuda/int4_linear.hpp says. Blocks, to "
-          "test and measure each kind: tokens, outputs, split, mates and fetchers of native/cuda/int4_blocks.hpp.")
+          "test and measure each kind: tokens, split, mates and fetchers of native/cuda/int4_blocks.hpp.")
       .def(
           "scratch",
           [](const Int4Linear& self, int m) {
@@ -75,6 +75,12 @@ void init_int4_linear(nb::module_& m) {
   m.def(
       "int4_blocks",
       [](int n, int k, int tokens, int multiprocessors) {
+        if (n < 1 || k < 64 || k % 64 != 0 || tokens < 1 || multiprocessors < 1)
+          throw std::invalid_argument("int4_blocks: found " + std::to_string(n) + " outputs, " + std::to_string(k) +
+                                      " inputs, " + std::to_string(tokens) + " tokens and " +
+                                      std::to_string(multiprocessors) +
+                                      " multiprocessors; inputs must be a multiple of 64, and outputs, tokens and "
+                                      "multiprocessors must be at least 1.");
         const cuda::int4::Partition p = cuda::int4::partition_sm90(n, k, tokens, multiprocessors);
         return std::make_tuple(p.tokens, p.outputs, p.sharers, p.mates, p.fetchers, p.share, p.blocks);
       },

@@ -1,25 +1,44 @@
 #include "cuda/int4_blocks.hpp"
 
 #include <algorithm>
+#include <cstddef>
+#include <iterator>
 
 namespace ktinject::cuda::int4 {
 namespace {
 
-// Layers with which other blocks than those of the rules below were measured to be faster, by 5 % or more: of blocks of
-// 256 outputs there are too few to fill the GPU. docs/benchmarks.md has the times.
+// Layers of models with which narrow blocks were measured to be faster than what the rules below choose, by 5 % or
+// more: of the larger blocks there are too few to fill the GPU. docs/benchmarks.md has the times. A column is of the
+// tokens up to its number and above the one before. Within a column the rules and the table have the same blocks, or
+// fewer; what was measured is its greatest number.
+constexpr int kMeasured = 132;  // multiprocessors of an H100 or H200
+constexpr int kUpTo[] = {32, 64, 128, 192, 256, 320, 384, 448, 512};
+struct Narrow {
+  int tokens, split;  // of `Blocks`; 0, 0: none
+};
 struct Row {
   int inputs, outputs;
-  Blocks few, more;  // from 33 to 64 tokens, and from 65 to 128; measured with the most
+  Narrow columns[std::size(kUpTo)];
 };
-constexpr int kMeasured = 132;  // multiprocessors of an H200
-constexpr Blocks kRules{}, kEighths{32, 128, 8};
 // clang-format off: a layer a line
 constexpr Row kFaster[] = {
-    {2048, 512, kEighths, kEighths},
-    {4096, 512, kEighths, kEighths},
-    {7168, 576, kEighths, {64, 128, 8}},
-    {5120, 1024, kEighths, kRules},
-    {512, 16384, {64, 128, 1}, {128, 128, 1}},
+    {2048, 512, {{32, 7}, {32, 7}, {32, 7}, {}, {}, {}, {}, {}, {}}},
+    {4096, 512, {{32, 7}, {32, 7}, {32, 7}, {32, 7}, {}, {}, {}, {}, {64, 6}}},
+    {7168, 576, {{32, 8}, {32, 8}, {64, 8}, {64, 8}, {64, 8}, {}, {128, 5}, {128, 5}, {128, 5}}},
+    {2048, 2048, {{32, 8}, {}, {64, 6}, {}, {}, {64, 2}, {64, 2}, {}, {128, 2}}},
+    {4096, 1024, {{32, 7}, {32, 7}, {}, {}, {128, 6}, {}, {}, {}, {128, 3}}},
+    {5120, 1024, {{32, 8}, {64, 8}, {}, {}, {128, 6}, {}, {}, {}, {128, 3}}},
+    {4096, 1408, {{}, {32, 8}, {64, 8}, {64, 4}, {64, 4}, {}, {128, 0}, {}, {}}},
+    {1536, 4096, {{32, 6}, {64, 5}, {64, 3}, {64, 2}, {64, 2}, {128, 1}, {128, 1}, {128, 1}, {128, 1}}},
+    {2560, 2560, {{32, 8}, {64, 8}, {64, 5}, {}, {}, {}, {}, {}, {128, 0}}},
+    {512, 16384, {{32, 1}, {32, 1}, {128, 1}, {}, {}, {}, {}, {}, {}}},
+    {2048, 4096, {{32, 6}, {64, 6}, {128, 3}, {64, 2}, {128, 2}, {128, 1}, {128, 1}, {128, 1}, {128, 1}}},
+    {4096, 2048, {{32, 8}, {}, {128, 6}, {}, {128, 3}, {128, 2}, {128, 2}, {}, {128, 2}}},
+    {7168, 1536, {{}, {}, {128, 8}, {128, 4}, {128, 4}, {128, 0}, {128, 0}, {}, {128, 0}}},
+    {2816, 4096, {{32, 6}, {64, 6}, {128, 3}, {64, 2}, {128, 2}, {128, 1}, {128, 1}, {128, 1}, {128, 1}}},
+    {4096, 2816, {{}, {}, {}, {}, {128, 0}, {}, {}, {}, {128, 0}}},
+    {7168, 2048, {{}, {}, {128, 6}, {}, {128, 3}, {128, 2}, {128, 2}, {128, 2}, {128, 2}}},
+    {4096, 4096, {{32, 6}, {64, 6}, {128, 3}, {128, 2}, {128, 2}, {128, 1}, {128, 1}, {128, 1}, {128, 1}}},
 };
 // clang-format on
 
@@ -74,21 +93,17 @@ Partition by_rules(int n, int k, int m, int multiprocessors) {
 }  // namespace
 
 const char* why_not(const Blocks& b, int k) {
-  const bool wide = b.outputs == 256, known = wide || b.outputs == 128;
-  if (!known || (b.tokens != 32 && b.tokens != 64 && b.tokens != 128 && (b.tokens != 256 || wide)))
-    return "allowed are 32, 64 or 128 tokens with 128 or 256 outputs, and 256 tokens with 128 outputs";
+  if (b.tokens != 32 && b.tokens != 64 && b.tokens != 128) return "allowed are 32, 64 and 128 tokens";
   if (b.split < 0 || b.split > 8 || b.split > k / 64) return "allowed are splits of 0 to 8, and of one stage at least";
   if (b.mates < 1 || b.mates > 2 || b.split * b.mates > 8 || (b.mates == 2 && b.split == 0))
     return "allowed are 1 mate, or 2 in clusters of up to 8 blocks";
-  if (b.split > 1 && b.tokens * b.outputs > 128 * 128)
-    return "larger blocks than 128 by 128 or 64 by 256 have no room to add up sums";
   if (b.fetchers < b.mates || b.fetchers > 3) return "allowed are 1 to 3 fetchers, and 2 or 3 with mates";
   return nullptr;
 }
 
 Partition cut_into(const Blocks& b, int n, int k, int m, int multiprocessors) {
-  Partition p = b.split > 1 || b.mates > 1 ? clustered(n, k, m, b.tokens, b.outputs, b.split, b.mates)
-                                           : cut(n, k, m, b.tokens, b.outputs, multiprocessors);
+  Partition p = b.split > 1 || b.mates > 1 ? clustered(n, k, m, b.tokens, 128, b.split, b.mates)
+                                           : cut(n, k, m, b.tokens, 128, multiprocessors);
   if (b.split == 1 && b.mates == 1) {
     p.share = k / 64;
     p.blocks = p.units;
@@ -98,11 +113,12 @@ Partition cut_into(const Blocks& b, int n, int k, int m, int multiprocessors) {
 }
 
 Partition partition_sm90(int n, int k, int m, int multiprocessors) {
-  if (multiprocessors == kMeasured && m > 32 && m <= 128) {
-    for (const Row& row : kFaster) {
-      const Blocks& blocks = m <= 64 ? row.few : row.more;
-      if (row.inputs == k && row.outputs == n && blocks.tokens != 0) return cut_into(blocks, n, k, m, multiprocessors);
-    }
+  const auto column = std::lower_bound(std::begin(kUpTo), std::end(kUpTo), m) - std::begin(kUpTo);
+  if (multiprocessors != kMeasured || m <= 16 || column == std::size(kUpTo)) return by_rules(n, k, m, multiprocessors);
+  for (const Row& row : kFaster) {
+    const Narrow narrow = row.columns[column];
+    if (row.inputs == k && row.outputs == n && narrow.tokens != 0)
+      return cut_into({narrow.tokens, narrow.split}, n, k, m, multiprocessors);
   }
   return by_rules(n, k, m, multiprocessors);
 }

@@ -3,12 +3,12 @@
 
 namespace ktinject::cuda::int4 {
 
-// What the blocks of a product are. The kernels exist for some numbers of tokens and outputs; `why_not` knows which.
+// Narrow blocks, of 128 outputs: those of int4_narrow_sm90.cu.
 struct Blocks {
-  int tokens = 0, outputs = 0;  // of a block; 0: none
+  int tokens = 0;    // of a block: 32, 64 or 128; 0: none
   int split = 0;     // blocks of a cluster that share a strip; 1: each strip is one block's; 0: the line is cut
   int mates = 1;     // strips of a cluster, whose blocks fetch activations for each other: 1 or 2
-  int fetchers = 2;  // threads that ask for copies: one for all; words and scales, activations; or three
+  int fetchers = 3;  // threads that ask for copies: one for all; words and scales, activations; or three
 };
 
 // How the stages of all strips, standing in one line, are cut into equal shares, one a block.
@@ -19,7 +19,7 @@ struct Partition {
   int line, share, blocks;
   int sharers = 0;   // blocks of a cluster that share a strip, where the line is not cut
   int mates = 1;     // strips of a cluster
-  int fetchers = 2;  // threads of a block that ask for copies
+  int fetchers = 3;  // threads of a narrow block that ask for copies
 };
 
 inline int up(int a, int b) { return (a + b - 1) / b; }  // a / b, rounded up
@@ -36,7 +36,9 @@ inline Partition cut(int n, int k, int m, int tokens, int outputs, int most_bloc
   return p;
 }
 
-// Null if a product of a weight with k inputs can have these blocks, else what they would have to be.
+inline bool is_narrow(int tokens, int outputs) { return outputs == 128 && tokens <= 128; }
+
+// Null if a product of a weight with k inputs can have these blocks, else what is allowed.
 const char* why_not(const Blocks& blocks, int k);
 // A product of a weight [n, k] with m tokens in these blocks, for which `why_not` is null.
 Partition cut_into(const Blocks& blocks, int n, int k, int m, int multiprocessors);

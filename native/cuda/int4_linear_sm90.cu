@@ -2,8 +2,11 @@
 //
 //   up to 16 tokens  int4_few_sm90.cu: mma.m16n8k16 as on sm_80, sums scaled in fp32
 //   more             int4_many_sm90.cu: wgmma, weights from registers, activations from shared memory
+//                    int4_narrow_sm90.cu: the same in smaller blocks
 //
-// In how many blocks is chosen by int4_blocks.hpp.
+// A layer with much work is one line of stages, as in int4_linear.cu. In a small one each strip is shared by a cluster
+// of blocks, which add up their sums through each other's shared memory: no scratch, no counters, and less waiting.
+// int4_blocks.cpp chooses.
 #include "cuda/int4_sm90.cuh"
 
 namespace ktinject::cuda::int4 {
@@ -39,7 +42,8 @@ CUtensorMap map_of(const Int4Arguments& p, int rows, bool fp16) {
 void run_sm90(Int4Arguments p, const Partition& part, bool fp16, int device, cudaStream_t stream) {
   const CUtensorMap map = map_of(p, part.tokens / part.mates, fp16);
   const Call call{p, part, map, device, stream};
-  part.tokens <= 16 ? run_few_sm90(call, fp16) : run_many_sm90(call, fp16);
+  if (part.tokens <= 16) run_few_sm90(call, fp16);
+  else is_narrow(part.tokens, part.outputs) ? run_narrow_sm90(call, fp16) : run_many_sm90(call, fp16);
 }
 
 }  // namespace ktinject::cuda::int4

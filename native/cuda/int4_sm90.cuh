@@ -1,7 +1,7 @@
 // What the two kernels for sm_90 share: how the stages of a block are fetched, and how sums of several blocks become
 // one.
 //
-// Layout and line of stages are those of int4_linear.cu. One to three threads ask the bulk copy engine for weights and
+// Layout and line of stages are those of int4_linear.cu. One thread asks the bulk copy engine for weights and
 // activations, which completes on barriers; the other threads only multiply. A launch may begin while the kernel before
 // it still runs (programmatic dependent launch). Until that has ended, only weights are read.
 #pragma once
@@ -19,15 +19,12 @@ using namespace hopper;  // NOLINT
 // The stages of a block: a share of the line, or of one strip.
 struct Share {
   int begin, count;
-  int rank = 0, mate = 0;  // in its cluster: among the sharers of a strip, and the strip's place
   __device__ explicit Share(const Int4Arguments& p) {
     if (p.sharers == 0) {
       begin = blockIdx.x * p.share;
       count = min(p.share, p.line - begin);
     } else {
-      const int cluster = blockIdx.x / (p.sharers * p.mates), place = blockIdx.x % (p.sharers * p.mates);
-      rank = place % p.sharers, mate = place / p.sharers;
-      const int unit = (cluster / p.token_blocks * p.mates + mate) * p.token_blocks + cluster % p.token_blocks;
+      const int unit = blockIdx.x / p.sharers, rank = blockIdx.x % p.sharers;
       begin = unit * p.depth + rank * p.depth / p.sharers;
       count = unit * p.depth + (rank + 1) * p.depth / p.sharers - begin;
     }
@@ -40,7 +37,7 @@ __device__ __forceinline__ void advance(int& slot, int& parity) {
   if (++slot == kStages) slot = 0, parity ^= 1;
 }
 
-// How the stages of a block are asked for.
+// One thread asks for the stages of a block.
 //
 //   stage   activations [kTokens][64]; words of kTiles × 64 outputs; scales, [groups][256] for each four tiles
 template <int kTokens, int kTiles>
@@ -57,7 +54,6 @@ struct Fetch {
     const Int4Arguments& p;
     const uint64_t policy;
     int unit, depth, left;  // left: stages before the next group
-    int real;               // tiles of the strip that there are
     const uint8_t* words[kStrips];
     const uint8_t* scales[kStrips];
     int strip_bytes[kStrips];  // of the words of a strip's stage, which are between two stages
@@ -69,8 +65,7 @@ struct Fetch {
     __device__ void enter(int new_unit, int new_depth) {
       unit = new_unit;
       depth = new_depth;
-      const int tile = unit / p.token_blocks * kTiles;
-      real = max(0, min(kTiles, p.tiles64 - tile));  // 0: a mate's, past the last strip
+      const int tile = unit / p.token_blocks * kTiles, real = min(kTiles, p.tiles64 - tile);
       const int group = p.stages_per_group == 0 ? 2 * depth : depth / p.stages_per_group;
       left = p.stages_per_group == 0 ? 1 : p.stages_per_group - depth % p.stages_per_group;
       bytes = real * (2048 + (p.stages_per_group == 0 ? 2 : 1) * 64 * p.scale_bytes) + kTokens * 128;
@@ -82,18 +77,16 @@ struct Fetch {
         scales[i] = p.scales + scales_at(p, tile + 4 * i, group);
       }
     }
-    // kScalesToo, kWordsToo: one thread may ask for the words, and another one for the scales.
-    template <bool kWordsToo = true, bool kScalesToo = true>
     __device__ __forceinline__ void ask(uint8_t* stage, uint64_t* full) const {
-      if (kWordsToo) arrive_expecting(full, bytes);
+      arrive_expecting(full, bytes);
+      const int all = min(kTiles, p.tiles64 - unit / p.token_blocks * kTiles);
 #pragma unroll
       for (int i = 0; i < kStrips; ++i) {
-        const int here = kTiles < 4 ? real : min(4, real - 4 * i);
-        if (here <= 0) break;
-        if (kWordsToo) copy(stage + kWords + i * 2048 * 4, words[i], here * 2048, full, policy);
-        if (!kScalesToo) continue;
+        const int real = kTiles < 4 ? all : min(4, all - 4 * i);
+        if (real <= 0) break;
+        copy(stage + kWords + i * 2048 * 4, words[i], real * 2048, full, policy);
         uint8_t* to = stage + kScales + i * kScaleBytes;
-        const int group = here * 64 * p.scale_bytes;
+        const int group = real * 64 * p.scale_bytes;
         if (p.stages_per_group != 0) {
           copy(to, scales[i], group, full);
         } else if (kTiles >= 4) {
@@ -118,23 +111,13 @@ struct Fetch {
   };
   struct Activations {
     const Int4Arguments& p;
-    int token, depth;
-    __device__ Activations(const Int4Arguments& p, int begin)
-        : p(p), token(begin / p.depth % p.token_blocks * kTokens), depth(begin % p.depth) {}
+    int unit, depth;
+    __device__ Activations(const Int4Arguments& p, int begin) : p(p), unit(begin / p.depth), depth(begin % p.depth) {}
     __device__ __forceinline__ void ask(const CUtensorMap* map, uint8_t* stage, uint64_t* full) const {
-      copy_tile(stage, map, depth * 64, token, full);
-    }
-    // Half of them, for this block and its mate, which fetches the other half.
-    __device__ __forceinline__ void ask_for_both(const CUtensorMap* map, uint8_t* stage, uint64_t* full, int mate,
-                                                 int mask) const {
-      const int half = mate * (kTokens / 2);
-      copy_tile_to(stage + half * 128, map, depth * 64, token + half, full, mask);
+      copy_tile(stage, map, depth * 64, p.token_blocks == 1 ? 0 : unit % p.token_blocks * kTokens, full);
     }
     __device__ __forceinline__ void next() {
-      if (++depth < p.depth) return;
-      depth = 0;
-      token += kTokens;
-      if (token == p.token_blocks * kTokens) token = 0;
+      if (++depth == p.depth) depth = 0, ++unit;
     }
   };
 
@@ -152,35 +135,6 @@ struct Fetch {
       wait(empty + slot, parity);
       weights.ask(ring + slot * kBytes, full + slot);
       x.ask(map, ring + slot * kBytes, full + slot);
-      advance<kStages>(slot, parity);
-    }
-  }
-
-  // The same by two or three threads, each of a warp of its own: where stages are short, one cannot ask for all of
-  // them in time. A barrier waits for the arrival of the one that asks for words, which names the bytes of all, so the
-  // others may be ahead.
-  template <int kStages, bool kWordsToo = true, bool kScalesToo = true>
-  static __device__ __forceinline__ void run_weights(const Int4Arguments& p, uint8_t* ring, uint64_t* full,
-                                                     uint64_t* empty, const Share& share) {
-    Weights weights(p, share.begin);
-    for (int i = 0, slot = 0, parity = 1; i < share.count; ++i, weights.next()) {
-      wait(empty + slot, parity);  // does not wait in the first turn
-      weights.template ask<kWordsToo, kScalesToo>(ring + slot * kBytes, full + slot);
-      advance<kStages>(slot, parity);
-    }
-  }
-  template <int kStages>
-  static __device__ __forceinline__ void run_activations(const Int4Arguments& p, const CUtensorMap* map, uint8_t* ring,
-                                                         uint64_t* full, uint64_t* empty, const Share& share) {
-    prefetch(map);
-    Activations x(p, share.begin);
-    if (p.mates > 1) cluster_wait_alone();  // the mate's barriers are ready
-    wait_for_previous();
-    const int mask = 1 << share.rank | 1 << (share.rank + p.sharers);
-    for (int i = 0, slot = 0, parity = 1; i < share.count; ++i, x.next()) {
-      wait(empty + slot, parity);
-      if (p.mates > 1) x.ask_for_both(map, ring + slot * kBytes, full + slot, share.mate, mask);
-      else x.ask(map, ring + slot * kBytes, full + slot);
       advance<kStages>(slot, parity);
     }
   }
@@ -287,56 +241,45 @@ __device__ __forceinline__ bool join(const Int4Arguments& p, int unit, float (&s
 // Sums of a strip that is shared by the blocks of a cluster: each block adds up a part of them, in the blocks' order.
 template <int kThreads, int kVectors>
 struct ClusterSum {
-  static constexpr int kItems = kThreads * kVectors;
-
-  // Items of a block; the last one may have fewer.
-  static __device__ __forceinline__ int each_of(const Int4Arguments& p) { return (kItems + p.sharers - 1) / p.sharers; }
-  static __device__ __forceinline__ int mine_of(const Int4Arguments& p, int rank) {
-    return min(each_of(p), kItems - rank * each_of(p));
-  }
+  static constexpr int kItems = kThreads * kVectors, kBytes = kItems * 16;
 
   // By one thread, before `barriers_ready`.
-  static __device__ __forceinline__ void prepare(const Int4Arguments& p, int rank, uint64_t* arrived) {
+  static __device__ __forceinline__ void prepare(uint64_t* arrived) {
     barrier_init(arrived, 1);
-    arrive_expecting(arrived, mine_of(p, rank) * p.sharers * 16);
+    arrive_expecting(arrived, kBytes);
   }
 
-  // Hands sums to `use(thread, vector, sum)`. `parts`: shared memory for kItems float4, and one more a block.
+  // Hands sums to `use(thread, vector, sum)`. `parts`: kBytes of shared memory.
   template <class Use>
-  static __device__ __forceinline__ void run(const Int4Arguments& p, const Share& share, float4* parts,
-                                             uint64_t* arrived, const float (&sum)[4 * kVectors], Use use) {
-    const int rank = share.rank, each = each_of(p), mine = mine_of(p, rank), first = share.mate * p.sharers;
-    static_assert(kItems < 1 << 15);
-    const uint32_t inverse = 0xffffffff / each + 1;  // exact for all items: their product with its error is below 2^32
-    cluster_wait();                                  // all blocks have begun
-    if (p.mates > 1) cluster_arrive_again();
+  static __device__ __forceinline__ void run(const Int4Arguments& p, float4* parts, uint64_t* arrived,
+                                             const float (&sum)[4 * kVectors], Use use) {
+    const int rank = blockIdx.x % p.sharers, each = kItems / p.sharers;
+    cluster_wait();  // all blocks have begun
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int item = i * kThreads + threadIdx.x, owner = __umulhi(item, inverse);
+      const int item = i * kThreads + threadIdx.x, owner = item / each;
       const uint32_t to = shared_address(parts + rank * each + item - owner * each);
-      push(address_in(to, first + owner), sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3],
-           address_in(shared_address(arrived), first + owner));
+      push(address_in(to, owner), sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3],
+           address_in(shared_address(arrived), owner));
     }
     wait_for_previous();
     wait(arrived, 0);
-    for (int item = threadIdx.x; item < mine; item += kThreads) {
+    for (int item = threadIdx.x; item < each; item += kThreads) {
       float4 all = make_float4(0, 0, 0, 0);
 #pragma unroll 4
       for (int i = 0; i < p.sharers; ++i) add(all, parts[i * each + item]);
       use((rank * each + item) % kThreads, (rank * each + item) / kThreads, all);
     }
-    if (p.mates > 1) cluster_wait();  // until then a mate may still release slots here
   }
 };
 
 // What every block begins with: the barriers of its ring, and of its cluster's sums, which are ready then.
 template <int kStages, int kThreads, class Sum>
-__device__ __forceinline__ void begin_block(const Int4Arguments& p, const Share& share, uint64_t* full, uint64_t* empty,
+__device__ __forceinline__ void begin_block(const Int4Arguments& p, uint64_t* full, uint64_t* empty,
                                             uint64_t* sums_arrived) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i)
-      barrier_init(full + i, 1), barrier_init(empty + i, p.mates * arrivals(p, kThreads));
-    if (p.sharers > 0) Sum::prepare(p, share.rank, sums_arrived);
+    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, arrivals(p, kThreads));
+    if (p.sharers > 0) Sum::prepare(sums_arrived);
     barriers_ready();
   }
   __syncthreads();
@@ -374,6 +317,7 @@ struct Call {
 };
 void run_few_sm90(const Call& c, bool fp16);
 void run_many_sm90(const Call& c, bool fp16);
+void run_narrow_sm90(const Call& c, bool fp16);
 
 inline void launch(void (*kernel)(Int4Arguments, CUtensorMap), std::atomic<uint64_t>& ready, int bytes, int threads,
                    const Call& c) {
