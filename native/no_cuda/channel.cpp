@@ -21,6 +21,7 @@ void Channel::wait(const std::shared_ptr<Slots>&, int, int, DType, void*, const 
                    uintptr_t) {
   refuse();
 }
+void Channel::foresee(const std::shared_ptr<Slots>&, int, const int64_t*, int, uintptr_t) { refuse(); }
 std::vector<SlotCounts> Channel::slot_counts() const { refuse(); }
 void Channel::check() { refuse(); }
 
