@@ -18,7 +18,7 @@ from ktinject.checkpoints.packed import PackedWeights
 from ktinject.errors import OperatorError
 from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, Operator, register_operator
-from ktinject.operators.expert_formats import K_QUANTS
+from ktinject.operators.expert_formats import FP8_SIDE, K_QUANTS
 from ktinject.operators.probes import experts as routed_experts
 from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.operators.torch_ops.experts import experts_op, handle_of
@@ -137,7 +137,6 @@ def _warn_not_placed(reason: str) -> None:
 # Buffers that all layers share: prompts of so many tokens are computed in one pass, where a token has so many experts.
 PASSES = "passes over long prompts"
 _PASS_TOKENS, _PASS_EXPERTS = 8192, 8
-_FP8_BLOCK = 128  # outputs and inputs that share a scale
 _MOST_STEP_ROWS = 64  # tokens of a captured step
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core takes as they are
 
@@ -329,7 +328,7 @@ class CpuExperts(Operator):
         return expert_formats.keeping(super().keeping(source), self.config.weights, source)
 
     def _misfit(self, name: str, block: tuple[int, int] | None, part: int | None) -> str | None:
-        spec, side = self.spec, _FP8_BLOCK
+        spec, side = self.spec, FP8_SIDE
         advice = "choose other weights, for which the checkpoint is decoded"
         if block is not None and block != (side, side):
             found = f"the checkpoint has blocks of {block[0]} × {block[1]}"
@@ -348,7 +347,7 @@ class CpuExperts(Operator):
         if isinstance(stored, Nvfp4):
             return self._load_nvfp4(name, stored, expert, part)
         assert isinstance(stored, Fp8Blocks), "only fp8 weights are taken"
-        spec, side = self.spec, _FP8_BLOCK
+        spec, side = self.spec, FP8_SIDE
         if stored.is_by_output:
             grid = self._with_inputs(name, 1)
         elif misfit := self._misfit(name, stored.block, part):

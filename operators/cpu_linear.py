@@ -17,7 +17,7 @@ from ktinject.errors import OperatorError
 from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.cpu_experts import check_kernel, weights_in_words
-from ktinject.operators.expert_formats import K_QUANTS
+from ktinject.operators.expert_formats import FP8_SIDE, K_QUANTS
 from ktinject.operators.linears.packed_linear import PackedLinear
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ class CpuLinearConfig(Config):
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core takes as they are
-_FP8_BLOCK = 128  # outputs and inputs that share a scale
 
 
 def _taken_by(config: CpuLinearConfig) -> tuple[str, ...]:
@@ -170,11 +169,11 @@ class CpuLinear(PackedLinear):
 
     @staticmethod
     def _misfit(block: tuple[int, int] | None) -> str | None:
-        if block is None or block == (_FP8_BLOCK, _FP8_BLOCK):
+        if block is None or block == (FP8_SIDE, FP8_SIDE):
             return None
         return (
             f"weight: the checkpoint has blocks of {block[0]} × {block[1]}; weights: fp8 keeps "
-            f"{_FP8_BLOCK} × {_FP8_BLOCK}; choose other weights, for which the checkpoint is decoded"
+            f"{FP8_SIDE} × {FP8_SIDE}; choose other weights, for which the checkpoint is decoded"
         )
 
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 GROUPS = (32, 64, 128)  # inputs that share a scale, in int4
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")  # kept from GGUF files, never made
 FLOATS = ("fp8_channel", "nvfp4")  # with a factor for each output
-_FP8_SIDE = 128  # of fp8's blocks, as the native core keeps them
+FP8_SIDE = 128  # of fp8's blocks, as the native core keeps them
 
 
 def choices(
@@ -106,7 +106,7 @@ def _as_stored(stored: Collection[Format], largest_group: int) -> dict[str, Any]
         return {"weights": "mxfp4"}
     if len(encodings) == 1 and (found := next(iter(encodings)).removesuffix(" across")) in FLOATS:
         return {"weights": found}
-    if encodings == {"fp8"} and all(form.block == (_FP8_SIDE, _FP8_SIDE) for form in stored):
+    if encodings == {"fp8"} and all(form.block == (FP8_SIDE, FP8_SIDE) for form in stored):
         return {"weights": "fp8"}
     groups = {form.group_size for form in stored}
     if encodings == {"int8"}:
