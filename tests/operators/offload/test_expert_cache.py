@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -251,6 +252,24 @@ def test_the_same_steps_give_the_same_bits(cuda: str) -> None:  # noqa: F811
     assert outs[0][1] == outs[1][1] and outs[0][2].fetches == outs[1][2].fetches > 0
 
 
+def step_beside(made: Any, device: str, work: Callable[[], None], ended: threading.Event) -> None:
+    """Steps that exchange experts, beside those of an operator on the CPU, while a thread works until `ended`."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        with torch.inference_mode():
+            for step in range(300):
+                x, _, routing = inputs(2, step, device)
+                hot = [[8, 9, 10, 11], [3, 6, 12, 15], [0, 1, 9, 14]][step // 50 % 3]
+                ids = ids_of(step, hot).to(device)
+                out = made(x, ids, routing)
+                want = plain()(x.cpu(), ids.cpu(), routing.cpu())
+                assert reference.relative_error(out.cpu(), want) <= 8e-3
+    finally:
+        ended.set()
+        thread.join()
+
+
 @pytest.mark.gpu
 def test_two_threads_share_a_layer_whose_experts_move(cuda: str) -> None:  # noqa: F811
     """One thread's steps exchange experts, the other one submits on a stream of its own meanwhile."""
@@ -272,20 +291,7 @@ def test_two_threads_share_a_layer_whose_experts_move(cuda: str) -> None:  # noq
                 wrong.append(reference.relative_error(out.cpu(), want))
                 step += 1
 
-    thread = threading.Thread(target=others)
-    thread.start()
-    try:
-        with torch.inference_mode():
-            for step in range(300):
-                x, _, routing = inputs(2, step, cuda)
-                hot = [[8, 9, 10, 11], [3, 6, 12, 15], [0, 1, 9, 14]][step // 50 % 3]
-                ids = ids_of(step, hot).to(cuda)
-                out = made(x, ids, routing)
-                want = plain()(x.cpu(), ids.cpu(), routing.cpu())
-                assert reference.relative_error(out.cpu(), want) <= 8e-3
-    finally:
-        ended.set()
-        thread.join()
+    step_beside(made, cuda, others, ended)
     assert wrong and max(wrong) <= 8e-3
     assert made.hits().fetches >= 12
     assert_places_hold_their_experts(made)
@@ -317,20 +323,7 @@ def test_prompts_read_experts_that_move(cuda: str, shared: bool, monkeypatch: py
                 wrong.append(reference.relative_error(out.cpu(), plain()(x.cpu(), ids.cpu(), routing.cpu())))
                 step += 1
 
-    thread = threading.Thread(target=prompts)
-    thread.start()
-    try:
-        with torch.inference_mode():
-            for step in range(300):
-                x, _, routing = inputs(2, step, cuda)
-                hot = [[8, 9, 10, 11], [3, 6, 12, 15], [0, 1, 9, 14]][step // 50 % 3]
-                ids = ids_of(step, hot).to(cuda)
-                out = made(x, ids, routing)
-                want = plain()(x.cpu(), ids.cpu(), routing.cpu())
-                assert reference.relative_error(out.cpu(), want) <= 8e-3
-    finally:
-        ended.set()
-        thread.join()
+    step_beside(made, cuda, prompts, ended)
     assert wrong and max(wrong) <= 8e-3
     assert made.hits().fetches >= 12 and len(seen) > 3, "prompts saw them move"
     assert_places_hold_their_experts(made)
