@@ -277,7 +277,16 @@ class CpuExperts(Operator):
             ) from None
         if self.native.not_placed:
             _warn_not_placed(self.native.not_placed)
-            self.native.touch()
+            self._touch()
+
+    def _touch(self) -> None:
+        """Have the workers of each NUMA node take its part of the memory."""
+        self.native.touch()
+
+    @property
+    def repeats(self) -> bool:
+        """Whether `repeat` can be called."""
+        return True
 
     def repeat(self, expert: int) -> None:
         """Copy one expert to all others, for models of random weights."""

@@ -309,6 +309,9 @@ class DeferredMoe(Operator):
     def footprint(self) -> dict[str, int]:
         return self._experts.footprint()
 
+    def workspace(self) -> dict[tuple[str, str], tuple[int, int]]:
+        return self._experts.workspace()
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {
             f"{self.spec.experts}.{name}": shape for name, shape in self._experts.parameter_shapes().items()

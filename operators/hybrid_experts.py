@@ -6,11 +6,13 @@
 
 There is no host function, no copy that the host waits for and no allocation, so a CUDA graph can capture a decode step.
 The CPU holds every expert. Without a GPU, or if gradients are needed, it computes all of them, as `cpu_experts` does.
+With `ram_copy: false`, those on the GPU leave RAM, each as soon as it is whole, and then only the GPU computes them.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,6 +76,10 @@ class HybridExperts(CpuExperts):
         self._rates: prefill_rates.Rates | None = None
         # The experts in the GPU's format; the same object as the CPU's if the formats are equal.
         self._for_gpu = self.native
+        # Of experts that are to leave RAM: what was packed of each; those that have left it.
+        self._packed: dict[int, set[str]] = {}
+        self._left: set[int] = set()
+        self._leaving = threading.Lock()
 
     @classmethod
     def plan_placement(
@@ -101,6 +107,11 @@ class HybridExperts(CpuExperts):
         streamed = StreamedExperts.support(spec)
         if config.streams_from is not None and not streamed:
             raise OperatorError(f"hybrid_experts: prefill is {config.prefill}, but {streamed.reason}")
+        if config.device != "cpu" and not config.ram_copy and not config.copies_as_is:
+            raise OperatorError(
+                f"hybrid_experts: ram_copy is false, but the GPU has no kernel for {weights_in_words(config)}; "
+                "choose another of the formats in weights, or ram_copy: true"
+            )
         return super().native_of(spec, config)
 
     @classmethod
@@ -132,12 +143,14 @@ class HybridExperts(CpuExperts):
             text += f" ({config.weights} has no kernel there, so they do not move)"
         if self._spares():
             text += ", a cache of those in use"
+        if self._leave:
+            text += ", which are not in RAM"
         return text
 
     def _idle_arguments(self) -> list[str]:
         """The rule's arguments that have no effect without a GPU, as `name=value`."""
         config, default = self.config, HybridExpertsConfig()
-        names = ("gpu_experts", "dynamic", "prefill", "handoff")
+        names = ("gpu_experts", "dynamic", "prefill", "ram_copy", "handoff")
         asked = {name: getattr(config, name) for name in names}
         return [f"{name}={value}" for name, value in asked.items() if value != getattr(default, name)]
 
@@ -150,6 +163,11 @@ class HybridExperts(CpuExperts):
             least = f" from {self.config.prefill} tokens on" if isinstance(self.config.prefill, int) else ""
             return f"experts streamed to the GPU{least}"
         return "long prompts with experts streamed to the GPU, all or a part of them, where that is faster"
+
+    @property
+    def _leave(self) -> bool:
+        """Whether the experts on the GPU leave RAM."""
+        return bool(self.resident) and not self.config.ram_copy
 
     def _spares(self) -> int:
         """Places on the GPU beside those of the resident experts; 0 where these stay where they are."""
@@ -173,24 +191,48 @@ class HybridExperts(CpuExperts):
 
     def footprint(self) -> dict[str, int]:
         sizes = super().footprint()
+        if self._leave:
+            sizes["cpu"] -= len(self.resident) * self.native.released_bytes
         if self.resident:
             experts = (len(self.resident) + self._spares()) * (self._for_gpu.bytes // self.num_experts)
             sizes[self.config.device] = experts + GpuExperts.table_bytes(self.num_experts)
         return sizes
 
     def workspace(self) -> dict[tuple[str, str], tuple[int, int]]:
+        found = super().workspace()
+        if self._leave:
+            # A file may have the gates of all experts of a layer before their downs.
+            passing = len(self.resident) * self.native.released_bytes
+            found["cpu", "experts on their way to the GPU"] = passing, passing
         least, wanted = expert_placement.ring_bytes(self.config, self.spec, self.native.bytes)
-        if not wanted:
-            return super().workspace()
-        # Without room for a ring, auto leaves prompts to the CPU.
-        needed = 0 if self.config.streams_from is None else least
-        ring = {(self.config.device, "the experts of long prompts"): (needed, wanted)}
-        return super().workspace() | ring
+        if wanted:
+            # Without room for a ring, auto leaves prompts to the CPU.
+            needed = 0 if self.config.streams_from is None else least
+            found[self.config.device, "the experts of long prompts"] = needed, wanted
+        return found
 
     def allocate(self) -> None:
         super().allocate()
         if self._for_gpu is not self.native:
             self._for_gpu.allocate()
+        if self._leave:
+            self._packed = {expert: set() for expert in self.resident}
+            device = torch.device(self.config.device)
+            self.on_gpu = self._place_on(device, filled=False)
+
+    def _touch(self) -> None:
+        if not self._leave:  # it would take the memory of those that leave; others go where they are packed
+            super()._touch()
+
+    def _place_on(self, device: torch.device, filled: bool = True) -> GpuExperts:
+        try:
+            return GpuExperts(self._for_gpu, self.num_experts, self.resident, device, self._spares(), filled)
+        except (RuntimeError, ValueError) as error:
+            raise OperatorError(f"hybrid_experts: {error}") from None
+
+    @property
+    def repeats(self) -> bool:
+        return not self._leave
 
     def repeat(self, expert: int) -> None:
         super().repeat(expert)
@@ -199,6 +241,7 @@ class HybridExperts(CpuExperts):
 
     def _pack(self, projection: str, expert: int, view: Tensor) -> None:
         super()._pack(projection, expert, view)
+        self._leave_ram(projection, expert)
         if self._for_gpu is not self.native and expert in self.resident:
             if projection.endswith("_bias"):
                 self._for_gpu.load_bias(projection.removesuffix("_bias"), expert, view)
@@ -225,6 +268,7 @@ class HybridExperts(CpuExperts):
 
     def _pack_for_gpu(self, projection: str, expert: int) -> None:
         """What was packed for the CPU, decoded, in the GPU's format."""
+        self._leave_ram(projection, expert)
         if self._for_gpu is self.native or expert not in self.resident:
             return
         shape = [self.spec.hidden_size, self.spec.intermediate_size]
@@ -232,9 +276,31 @@ class HybridExperts(CpuExperts):
         self.native.unpack(projection, expert, value)
         self._for_gpu.load(projection, expert, value)
 
+    def _leave_ram(self, projection: str, expert: int) -> None:
+        """Note that this much of an expert is packed. If that is all of it, and it is to leave, it does."""
+        if expert not in self._packed:
+            return
+        spec, here = self.spec, self.on_gpu
+        wanted = {"gate", "up", "down"} if spec.has_gate else {"up", "down"}
+        if spec.has_bias:
+            wanted |= {f"{name}_bias" for name in wanted}
+        with self._leaving:  # threads pack parts of one expert
+            packed = self._packed[expert]
+            packed.add(projection)
+            if packed != wanted or expert in self._left:
+                return
+            assert here is not None
+            try:
+                here.put(self.native, expert)
+            except RuntimeError as error:
+                raise OperatorError(f"hybrid_experts: {error}") from None
+            self.native.release(expert)
+            self._left.add(expert)
+
     def packed_weights(self) -> PackedWeights | None:
-        # Experts that the GPU has in another format are packed from the checkpoint, not from rounded weights.
-        return super().packed_weights() if self._for_gpu is self.native else None
+        # Experts that the GPU has in another format are packed from the checkpoint, not from rounded weights. Those
+        # that leave RAM do so while they are packed.
+        return super().packed_weights() if self._for_gpu is self.native and not self._leave else None
 
     def finish(self) -> None:
         super().finish()
@@ -245,18 +311,14 @@ class HybridExperts(CpuExperts):
         # First, since it page-locks the experts: the bus then takes them at its full speed.
         if self.config.prefill != "cpu" and StreamedExperts.support(self.spec):
             try:
-                self.streamed = StreamedExperts(self.spec, self.native, device)
+                self.streamed = StreamedExperts(self.spec, self.native, device, gone=self._left)
             except RuntimeError as error:
                 if self.config.streams_from is not None:
                     raise OperatorError(f"hybrid_experts: {error}. Use prefill: cpu.") from None
                 log.warning("prompts stay on the CPU: %s", error)
-        if self.resident:
-            try:
-                self.on_gpu = GpuExperts(
-                    self._for_gpu, self.num_experts, self.resident, device, self._spares()
-                )
-            except (RuntimeError, ValueError) as error:
-                raise OperatorError(f"hybrid_experts: {error}") from None
+        self._packed.clear()
+        if self.resident and self.on_gpu is None:
+            self.on_gpu = self._place_on(device)
         is_same, self._for_gpu = self._for_gpu is self.native, self.native
         here = self.on_gpu
         if here is not None and here.spares:
@@ -275,6 +337,21 @@ class HybridExperts(CpuExperts):
             if self.config.dynamic is True:
                 raise OperatorError(f"hybrid_experts: {error}. Use dynamic: false.") from None
             log.warning("the experts on the GPU stay where they are: %s", error)
+
+    def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        self._require_ram("gradients, torch.compile and inputs on the CPU need")
+        return super().compute(hidden_states, top_k_index, top_k_weights)
+
+    def unpack(self, name: str, expert: int | None = None) -> Tensor:
+        self._require_ram("saving and gradients need")
+        return super().unpack(name, expert)
+
+    def _require_ram(self, who: str) -> None:
+        if self._leave:
+            raise OperatorError(
+                f"hybrid_experts: {len(self.resident)} of {self.num_experts} experts lie on {self.config.device} "
+                f"alone (ram_copy: false), and {who} all of them in RAM. Load the model with ram_copy: true for that."
+            )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum of the experts' outputs.

@@ -92,7 +92,7 @@ def build(
 
 def _fill(operator: Operator, parameter_shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Random weights, or one expert's for all where the operator can copy it."""
-    repeat = getattr(operator, "repeat", None) if operator.per_expert else None
+    repeat = getattr(operator, "repeat", None) if getattr(operator, "repeats", False) else None
     for name, shape in parameter_shapes.items():
         if not operator.per_expert:
             _load(operator, name, shape, None)

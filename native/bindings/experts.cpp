@@ -240,6 +240,11 @@ void init_experts(nb::module_& m) {
            "What was written to packed() is all of the weights.")
       .def("repeat", &moe::Experts::repeat, nb::arg("expert"), nb::call_guard<WithoutGil>(),
            "Make every expert a copy of this one, for benchmarks.")
+      .def("release", &moe::Experts::release, nb::arg("expert"), nb::call_guard<WithoutGil>(),
+           "An expert that is wholly loaded leaves RAM, but for its biases; forward() and unpack() then refuse it. Not "
+           "while a call uses it, nor after it was page-locked.")
+      .def_prop_ro("released_bytes", &moe::Experts::released_bytes,
+                   "What release() of one expert gives back, at least.")
       .def("absent", &moe::Experts::absent, nb::arg("limit"), nb::call_guard<WithoutGil>(),
            "Up to `limit` weights and biases that were not loaded.")
       .def("unpack", &unpack, nb::arg("projection"), nb::arg("expert"), nb::arg("out"), nb::call_guard<WithoutGil>(),

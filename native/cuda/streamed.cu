@@ -314,31 +314,42 @@ Streamed::Streamed(const moe::Experts& experts, int first) : experts_(experts), 
   if (first < 0 || first >= experts.config().experts)
     throw std::invalid_argument("streamed experts begin at " + std::to_string(first) + ", and there are " +
                                 std::to_string(experts.config().experts));
-  for (const moe::PackedRun& run : runs_) {
-    std::byte* const from = locked_from(run);
-    const auto bytes = static_cast<size_t>(run.data + run.bytes(experts.config().experts) - from);
-    const auto error = cudaHostRegister(from, bytes, cudaHostRegisterPortable);
-    if (error != cudaSuccess) {
-      unlock();
-      check_cuda(error, "page-locking the packed experts");
-    }
-    ++locked_;
-  }
+  for (const moe::PackedRun& run : runs_) lock(run);
 }
 
 Streamed::~Streamed() { unlock(); }
 
 void Streamed::unlock() noexcept {
-  if (locked_ == 0) return;
+  if (locked_.empty()) return;
   cudaDeviceSynchronize();  // a copy out of this memory may be under way
-  while (locked_ > 0) cudaHostUnregister(locked_from(runs_[--locked_]));
+  for (std::byte* const from : locked_) cudaHostUnregister(from);
+  locked_.clear();
   cudaGetLastError();
 }
 
-// Whole pages are locked.
-std::byte* Streamed::locked_from(const moe::PackedRun& run) const {
-  constexpr size_t kPage = 4096;
-  return const_cast<std::byte*>(run.data) + run.bytes(first_) / kPage * kPage;
+// The experts of a run that are in RAM, in whole pages. Where what is left out has no page of its own, it is locked
+// with the others: a page is locked once, and no expert lies in two locked parts.
+void Streamed::lock(const moe::PackedRun& run) {
+  constexpr uintptr_t kPage = 4096;
+  struct Part {
+    uintptr_t from, end;
+  };
+  std::vector<Part> parts;
+  for (int expert = first_; expert < experts_.config().experts; ++expert) {
+    if (experts_.is_released(expert)) continue;
+    const uintptr_t from = reinterpret_cast<uintptr_t>(run.data) + run.bytes(expert), end = from + run.bytes(1);
+    if (parts.empty() || from / kPage * kPage > parts.back().end) parts.push_back({from / kPage * kPage, end});
+    else parts.back().end = end;
+  }
+  for (const Part& part : parts) {
+    auto* const from = reinterpret_cast<std::byte*>(part.from);
+    const auto error = cudaHostRegister(from, part.end - part.from, cudaHostRegisterPortable);
+    if (error != cudaSuccess) {
+      unlock();
+      check_cuda(error, "page-locking the packed experts");
+    }
+    locked_.push_back(from);
+  }
 }
 
 size_t Streamed::packed_bytes(int count) const {
@@ -353,6 +364,8 @@ void Streamed::copy(const std::vector<int>& experts, void* slot, Stream stream) 
     if (expert < first_ || expert >= experts_.config().experts)
       throw std::invalid_argument("streamed experts: found " + std::to_string(expert) + "; allowed: " +
                                   std::to_string(first_) + " to " + std::to_string(experts_.config().experts - 1));
+    else if (experts_.is_released(expert))
+      throw std::invalid_argument("streamed experts: expert " + std::to_string(expert) + " is not in RAM");
   auto* to = static_cast<std::byte*>(slot);
   for (const moe::PackedRun& run : runs_)
     for (size_t at = 0, next = 0; at < experts.size(); at = next) {

@@ -13,8 +13,9 @@ namespace ktinject::cuda {
 
 class Streamed {
  public:
-  // Page-locks the packed weights of `experts`, which must be allocated and outlive this, from expert `first` on: only
-  // these can be copied. Throws std::runtime_error where the system refuses, or the build has no CUDA.
+  // Page-locks the packed weights of `experts`, which must be allocated and outlive this, from expert `first` on, but
+  // for those that are released: only these can be copied. Throws std::runtime_error where the system refuses, or the
+  // build has no CUDA.
   explicit Streamed(const moe::Experts& experts, int first = 0);
   ~Streamed();
   Streamed(const Streamed&) = delete;
@@ -40,11 +41,11 @@ class Streamed {
   void unlock() noexcept;
   void unpack_run(const moe::PackedRun& run, const std::byte* from, size_t stride, const std::vector<int>& places,
                   void* out, Stream stream) const;
-  std::byte* locked_from(const moe::PackedRun& run) const;
+  void lock(const moe::PackedRun& run);
   const moe::Experts& experts_;
   const int first_;
   std::vector<moe::PackedRun> runs_;
-  size_t locked_ = 0;  // runs that are page-locked
+  std::vector<std::byte*> locked_;  // where what is page-locked begins
 };
 
 // out [count] = host + addend, rounded to the type of both, in the order of `stream`. host is page-locked and read by

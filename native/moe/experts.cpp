@@ -42,6 +42,7 @@ Experts::Experts(ExpertsConfig config)
            (config_.hidden_size + gemm::kPanel - 1) / gemm::kPanel,
            config_.symmetric};
   loaded_.assign(static_cast<size_t>(config_.experts) * 3 * 2, 0);
+  released_.assign(static_cast<size_t>(config_.experts), 0);
 
   const std::vector<runtime::Node> there = runtime::nodes();
   const auto most = static_cast<int>(there.size());
@@ -128,8 +129,8 @@ std::byte* Experts::panel(Projection projection, int expert, int index) const {
 
 void Experts::repeat(int expert) {
   const runtime::Session workers;
-  if (expert < 0 || expert >= config_.experts || !allocated_)
-    throw std::invalid_argument("repeat: there is no such expert, or no memory yet");
+  if (expert < 0 || expert >= config_.experts || !allocated_ || is_released(expert))
+    throw std::invalid_argument("repeat: there is no such expert, or no memory yet, or it is not in RAM");
   workers->parallel_for(config_.experts, [&](int e, int) {
     if (e == expert) return;
     for (const Projection projection : {Projection::up, Projection::down}) {
@@ -146,6 +147,7 @@ void Experts::repeat(int expert) {
   const auto marks = static_cast<ptrdiff_t>(loaded_.size()) / config_.experts;
   for (ptrdiff_t e = 0; e < config_.experts; ++e)
     if (e != expert) std::copy_n(loaded_.begin() + expert * marks, marks, loaded_.begin() + e * marks);
+  std::fill(released_.begin(), released_.end(), uint8_t{0});
 }
 
 }  // namespace ktinject::moe

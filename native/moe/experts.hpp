@@ -112,6 +112,12 @@ class Experts {
   void load_bias(Projection projection, int expert, const gemm::Source& source);
   // Every expert becomes a copy of this one, for benchmarks: only the packing of one is paid for.
   void repeat(int expert);
+  // This expert, wholly loaded, leaves RAM, but for its biases: whoever called has it elsewhere. forward() and unpack()
+  // then refuse it. Not while a call uses it, nor after its memory was page-locked.
+  void release(int expert);
+  bool is_released(int expert) const { return released_[static_cast<size_t>(expert)] != 0; }
+  // Bytes of RAM that release() of an expert gives back, at least.
+  size_t released_bytes() const;
   // Every projection (and bias) that load() has not been called for, as "expert 3 up", at most `limit` of them.
   std::vector<std::string> absent(size_t limit) const;
 
@@ -183,7 +189,8 @@ class Experts {
   runtime::Block gate_up_bias_;  // float [experts, panels * 32], in panel order
   runtime::Block down_bias_;     // float [experts, panels * 32]
   mutable Guesses guesses_;
-  std::vector<uint8_t> loaded_;  // [experts][projection][weight, bias]
+  std::vector<uint8_t> loaded_;    // [experts][projection][weight, bias]
+  std::vector<uint8_t> released_;  // [experts]: was loaded, and is not in RAM
 };
 
 }  // namespace ktinject::moe

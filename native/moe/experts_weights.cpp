@@ -60,6 +60,8 @@ template <class Pack>
 void Experts::load_as(Projection projection, int expert, int n, int k, const Pack& pack) {
   const runtime::Session workers;
   check(projection, expert, n, k, false);
+  if (is_released(expert))
+    throw std::invalid_argument(title(projection, expert) + ": the expert was loaded before, and has left RAM since");
   mark(projection, expert, false) = 0;  // what an error leaves is no weight
   pack(*workers, tiles_of(config_, projection), runs_of(projection, expert), title(projection, expert));
   mark(projection, expert, false) = 1;
@@ -124,10 +126,31 @@ std::vector<std::string> Experts::absent(size_t limit) const {
   return names;
 }
 
+void Experts::release(int expert) {
+  const runtime::Session session;
+  if (expert < 0 || expert >= config_.experts || !allocated_)
+    throw std::invalid_argument("release: there is no expert " + std::to_string(expert) + ", or no memory yet");
+  for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
+    if (projection == Projection::gate && !config_.activation.has_gate) continue;
+    if (!is_loaded(projection, expert, false) || (config_.has_bias && !is_loaded(projection, expert, true)))
+      throw std::invalid_argument(title(projection, expert) + ": was not loaded yet, so the expert cannot leave RAM");
+  }
+  released_[static_cast<size_t>(expert)] = 1;
+  for (const PackedRun& run : packed())
+    runtime::Block::release(const_cast<std::byte*>(run.data) + run.bytes(expert), run.bytes(1));
+}
+
+size_t Experts::released_bytes() const {
+  size_t bytes = 0;
+  for (const PackedRun& run : packed()) bytes += runtime::Block::released(run.bytes(1));
+  return bytes;
+}
+
 void Experts::unpack(Projection projection, int expert, float* out) const {
   const int rows = rows_of(projection);
   const runtime::Session workers;
   check(projection, expert, rows, inputs_of(projection), false);
+  if (is_released(expert)) throw std::invalid_argument(title(projection, expert) + ": the expert is not in RAM");
   gemm::unpack_matrix(*workers, matrix_of(projection), runs_of(projection, expert), tiles_of(config_, projection), rows,
                       out);
 }
@@ -170,6 +193,7 @@ void Experts::mark_loaded() {
   const runtime::Session session;
   if (!allocated_) throw std::invalid_argument("mark_loaded: allocate() was not called");
   std::fill(loaded_.begin(), loaded_.end(), uint8_t{1});
+  std::fill(released_.begin(), released_.end(), uint8_t{0});
 }
 
 std::vector<PackedRun> Experts::packed() const {

@@ -66,6 +66,10 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
       throw std::out_of_range("token " + std::to_string(i / static_cast<size_t>(top_k)) + " is routed to expert " +
                               std::to_string(ids[i]) + "; allowed: 0 to " + std::to_string(config_.experts - 1) +
                               ", or -1 or " + std::to_string(config_.experts) + " for none");
+  for (size_t i = 0; i < static_cast<size_t>(tokens) * static_cast<size_t>(top_k); ++i)
+    if (ids[i] >= 0 && ids[i] < config_.experts && is_released(static_cast<int>(ids[i])))
+      throw std::invalid_argument("token " + std::to_string(i / static_cast<size_t>(top_k)) + " is routed to expert " +
+                                  std::to_string(ids[i]) + ", which is not in RAM");
 
   runtime::count_uses(this, config_.experts, ids, static_cast<size_t>(tokens) * static_cast<size_t>(top_k));
 
@@ -115,6 +119,7 @@ void Experts::fetch_ahead(const int32_t* ids, int top_k) const {
   space.foreseen_of = nullptr;
   if (!allocated_ || top_k < 1 || top_k > kMostSlots || !guesses_.pay()) return;
   space.routing.sort(ids, 1, top_k, config_.experts);
+  if (std::ranges::any_of(space.routing.active, [&](int expert) { return is_released(expert); })) return;
   if (space.routing.active.empty() || space.routing.rows() != space.routing.active.size()) return;
   count_workers(*workers, space);
   MoePlan& plan = space.plan;

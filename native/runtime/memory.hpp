@@ -23,6 +23,11 @@ class Block {
 
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
+  // What lies wholly within [from, from + bytes) of whole pages goes back to the system, and is zero when it is read
+  // again. Nothing else may use it meanwhile.
+  static void release(std::byte* from, size_t bytes) noexcept;
+  // What release() gives back at least, wherever the bytes begin.
+  static size_t released(size_t bytes);
   void swap(Block& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(size_, other.size_);

@@ -1,7 +1,7 @@
 """The resident experts of a layer, which are on a GPU: which they are, where they lie, and how they are computed.
 
-They are copies, since the CPU holds every expert. An expert has the same packed layout on the GPU as in RAM, so placing
-one there only copies bytes.
+They are copies, since the CPU holds every expert, but with `ram_copy: false`. An expert has the same packed layout on
+the GPU as in RAM, so placing one there only copies bytes.
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ def fill(counts: Mapping[str, Sequence[int]], expert_bytes: Mapping[str, int], r
 class GpuExperts:
     """The resident experts of one layer on one CUDA device.
 
-    experts      source of the copies, in the GPU's format; at least the resident ones are loaded. Not kept
+    experts      source of the copies, in the GPU's format. Not kept
     num_experts  of the layer
     resident     ids of the experts to place
     spares       places more, where experts may come to lie later
+    filled       the resident experts are loaded, and copied now; False: `put` copies each of them later
     Raises       OperatorError if there is no room for them
     """
 
@@ -91,6 +92,7 @@ class GpuExperts:
         resident: Sequence[int],
         device: torch.device,
         spares: int = 0,
+        filled: bool = True,
     ) -> None:
         self.native = _native.Resident(experts)
         self.hidden = experts.hidden_size
@@ -102,20 +104,25 @@ class GpuExperts:
             raise OperatorError(
                 f"no room for {len(resident)} experts of {size / 2**20:.1f} MiB on {device}. Give fewer gpu_experts."
             ) from None
-        for place, expert in enumerate(resident):
-            self.native.copy(
-                experts,
-                expert,
-                address("memory", self.memory, self.memory.device) + place * size,
-                stream_of(device),
-            )
         self.resident = list(resident)  # at first, by place
+        for expert in resident if filled else ():
+            self._copy(experts, expert)
         places = torch.full((num_experts,), -1, dtype=torch.int32)
         places[self.resident] = torch.arange(len(resident), dtype=torch.int32)
         self.first_places: tuple[int, ...] = (*places.tolist(),)  # for good, where experts do not move
         self.places = places.to(device)
         self.traffic = torch.zeros_like(self.places)
         torch.cuda.current_stream(device).synchronize()
+
+    def put(self, experts: _native.Experts, expert: int) -> None:
+        """Copy a resident expert, which is loaded, to its place. It is there when this returns. From any thread."""
+        self._copy(experts, expert)
+        torch.cuda.current_stream(self.memory.device).synchronize()
+
+    def _copy(self, experts: _native.Experts, expert: int) -> None:
+        at = self.resident.index(expert) * self.native.bytes
+        memory = address("memory", self.memory, self.memory.device)
+        self.native.copy(experts, expert, memory + at, stream_of(self.memory.device))
 
     @staticmethod
     def table_bytes(num_experts: int) -> int:

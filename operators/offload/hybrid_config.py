@@ -24,6 +24,8 @@ class HybridExpertsConfig(CpuExpertsConfig):
     dynamic: bool | Literal["auto"] = "auto"
     # gpu: long prompts stream the experts through the GPU; a number: from so many tokens on; auto: the fastest.
     prefill: int | Literal["auto", "cpu", "gpu"] = "auto"
+    # Whether experts on the GPU stay in RAM, too; false: they leave it while the model is loaded, and never move
+    ram_copy: bool = True
     # How the GPU signals the CPU; auto: flags where they work
     handoff: Literal["auto", "flags", "host_func"] = "auto"
     # In captured steps, guess at a token's experts one layer ahead, for idle workers to read; false: never
@@ -54,10 +56,29 @@ class HybridExpertsConfig(CpuExpertsConfig):
                 "profile says which experts go to the GPU, and gpu_experts is 0. "
                 "Write how many: auto, a number or a share."
             )
+        if not self.ram_copy:
+            self._check_without_copy()
         if self.dynamic is True and self.weights not in ("auto", "kept") and not self.copies_as_is:
             zeros = "" if self.symmetric else " with zero points"
             raise ValueError(
                 f"dynamic copies experts as they are, but weights is {self.weights}{zeros} and gpu_weights "
+                f"{self.gpu_weights}. Allowed is gpu_weights: same, with weights: {', '.join(GPU_FORMATS)}."
+            )
+
+    def _check_without_copy(self) -> None:
+        if self.gpu_experts == 0:
+            raise ValueError(
+                "ram_copy: false takes experts on the GPU out of RAM, and gpu_experts is 0. Write how many: auto, a "
+                "number, a share or a profile."
+            )
+        if self.dynamic is True:
+            raise ValueError(
+                "dynamic moves experts between RAM and the GPU, and ram_copy: false keeps those on the GPU there "
+                "alone. Write one of them."
+            )
+        if self.weights not in ("auto", "kept") and not self.copies_as_is:
+            raise ValueError(
+                f"ram_copy: false moves experts to the GPU as they are, but weights is {self.weights} and gpu_weights "
                 f"{self.gpu_weights}. Allowed is gpu_weights: same, with weights: {', '.join(GPU_FORMATS)}."
             )
 
@@ -78,7 +99,7 @@ class HybridExpertsConfig(CpuExpertsConfig):
     def moves(self) -> bool:
         """Whether the experts on the GPU are a cache."""
         wanted = self.gpu_experts == "auto" if self.dynamic == "auto" else self.dynamic
-        return bool(wanted) and self.copies_as_is
+        return bool(wanted) and self.copies_as_is and self.ram_copy
 
     @property
     def auto_sized(self) -> bool:

@@ -136,6 +136,7 @@ def key_of(streamed: StreamedExperts, kind: str, top_k: int) -> dict[str, Any]:
         "machine": measured.this_machine(str(streamed.ring.device)),
         "experts": str(streamed.spec),
         "first": streamed.first,
+        "in_ram": len(streamed.in_ram),
         "weights": kind,
         "top_k": top_k,
     }
@@ -146,7 +147,15 @@ def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
 
     Raises   torch.OutOfMemoryError if there is no room on the GPU for a chunk of experts
     """
-    at = (streamed.ring.device, streamed.spec, streamed.first, kind, top_k, _native.threads())
+    at = (
+        streamed.ring.device,
+        streamed.spec,
+        streamed.first,
+        len(streamed.in_ram),
+        kind,
+        top_k,
+        _native.threads(),
+    )
     if at not in _rates:
         key = key_of(streamed, kind, top_k)
         values = measured.load(SUBJECT, key)
@@ -164,8 +173,8 @@ def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
 def _measure(streamed: StreamedExperts, top_k: int) -> Rates:
     spec, device, source = streamed.spec, streamed.ring.device, streamed.source
     experts = spec.num_experts - streamed.first
-    count = streamed.most_experts(streaming.CHUNK_BYTES)
-    chunk = (*range(streamed.first, streamed.first + count),)
+    chunk = streamed.in_ram[: streamed.most_experts(streaming.CHUNK_BYTES)]
+    count = len(chunk)
     memory = torch.empty(source.packed_bytes(count), dtype=torch.uint8, device=device)
 
     def copy() -> None:
@@ -203,15 +212,16 @@ class _Cpu:
         self._generator = torch.Generator().manual_seed(0)
         # Experts that are asked, and as large a part of the tokens: an expert gets as many rows as from all of them.
         self.used = max(min(top_k, self.experts), self.experts // 8)
+        self.used = min(self.used, len(streamed.in_ram))
         if self.seconds(streaming.FEWEST_TOKENS) <= _SLOW_S:
-            self.used = self.experts
+            self.used = len(streamed.in_ram)
 
     def call(self, tokens: int) -> Callable[[], float]:
         """A call that takes its own time; `used` of the experts."""
         spec, m = self.streamed.spec, max(1, tokens * self.used // self.experts)
         x = torch.randn(m, spec.hidden_size, generator=self._generator).to(torch.bfloat16)
         chosen = torch.rand(m, self.used, generator=self._generator).topk(min(self.top_k, self.used)).indices
-        ids, weights = chosen + self.streamed.first, torch.full(chosen.shape, 1 / self.top_k)
+        ids, weights = torch.tensor(self.streamed.in_ram)[chosen], torch.full(chosen.shape, 1 / self.top_k)
         out = torch.empty_like(x)
 
         def once() -> float:

@@ -20,7 +20,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -246,6 +246,7 @@ class StreamedExperts:
 
     native  the experts in RAM, with weights
     first   the experts before this one have no weights in RAM, and are skipped
+    gone    others without weights in RAM; they must be `here`
     uses    [num_experts] int64 on the GPU: how often each one was computed for a token; None: nobody looks
     here    those that need not be sent
     """
@@ -254,7 +255,12 @@ class StreamedExperts:
     here: Here | None = None
 
     def __init__(
-        self, spec: ExpertsSpec, native: _native.Experts, device: torch.device, first: int = 0
+        self,
+        spec: ExpertsSpec,
+        native: _native.Experts,
+        device: torch.device,
+        first: int = 0,
+        gone: Collection[int] = (),
     ) -> None:
         ring = _rings.get(device)
         if ring is None:
@@ -263,6 +269,7 @@ class StreamedExperts:
         self.spec = spec
         self.native = native
         self.first = first
+        self.in_ram = tuple(expert for expert in range(first, spec.num_experts) if expert not in gone)
         self.source = _native.Streamed(native, first)
         self.expert_bytes = expert_bytes(spec)
         self._biases = self._take_biases(device) if spec.has_bias else None

@@ -96,6 +96,8 @@ def taken_back() -> Callable[[], None]:
     return lambda: made.keep(cache=cache, kept=1)
 
 
+WHOLE = allocated(experts())
+WHOLE.mark_loaded()
 LAYER, BLOCKS, DENSE = allocated(experts()), allocated(experts("fp8")), allocated(linear(64, 48))
 INTEGERS = allocated(experts("int4", inner=64, group_size=32))
 FOURS = allocated(experts("nvfp4", inner=64))
@@ -137,6 +139,7 @@ TAKE: dict[str, Callable[[], Any]] = {
     "Experts.absent": lambda: LAYER.absent(1),
     "Experts.touch": lambda: LAYER.touch(),
     "Experts.mark_loaded": lambda: LAYER.mark_loaded(),
+    "Experts.release": lambda: WHOLE.release(0),
     "Experts.unpack": lambda: LAYER.unpack("down", 0, torch.empty(SHAPE["down"])),
     "Experts.unpack_bias": lambda: LAYER.unpack_bias("down", 0, torch.empty(64)),
     "Experts.forward": lambda: forward(LAYER),
@@ -195,7 +198,7 @@ DO_NOT = set(
     allow_workspace Experts.workspace_bytes uses_start uses_stop uses
     packed_version Experts.packed Linear.packed
     Experts.hidden_size Experts.count Experts.down_kernels Experts.id Experts.bytes Experts.kernels
-    Experts.kernel_for Experts.shards Experts.guesses
+    Experts.kernel_for Experts.shards Experts.guesses Experts.released_bytes
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
     Slots.bytes Channel.submit Channel.wait Channel.foresee Channel.check
     ExpertCache.join ExpertCache.leave ExpertCache.step ExpertCache.places ExpertCache.hold ExpertCache.release

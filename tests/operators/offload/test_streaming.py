@@ -137,7 +137,9 @@ def test_the_cpu_is_measured_up_to_the_bus_s_time(
         now[0] += 1e-3 + 1e-5 * len(x)
 
     monkeypatch.setattr(prefill_rates, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    measured: Any = SimpleNamespace(spec=layer.spec, first=0, native=SimpleNamespace(forward=timed))
+    measured: Any = SimpleNamespace(
+        spec=layer.spec, first=0, in_ram=layer.in_ram, native=SimpleNamespace(forward=timed)
+    )
     cpu = prefill_rates._Cpu(measured, top_k=4)
     assert cpu.used == cpu.experts == EXPERTS, "it is fast enough to ask all of them"
     short = prefill_rates._sample_cpu(cpu, until_s=0.0)
@@ -160,7 +162,9 @@ def test_a_slow_cpu_is_measured_by_a_part_of_its_work(
         now[0] += 0.005 * len(x)
 
     monkeypatch.setattr(prefill_rates, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    measured: Any = SimpleNamespace(spec=layer.spec, first=0, native=SimpleNamespace(forward=timed))
+    measured: Any = SimpleNamespace(
+        spec=layer.spec, first=0, in_ram=layer.in_ram, native=SimpleNamespace(forward=timed)
+    )
     cpu = prefill_rates._Cpu(measured, top_k=2)
     part = EXPERTS // 2
     assert cpu.used == 2
@@ -194,7 +198,9 @@ def test_rates_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch, tm
     taken: list[int] = []
     monkeypatch.setattr(env, "settings", lambda: env.Settings(cache=tmp_path))
     monkeypatch.setattr(prefill_rates, "_measure", lambda *_: taken.append(1) or rates)
-    layer: Any = SimpleNamespace(ring=SimpleNamespace(device="cuda:0"), spec=filled(64, 32).spec, first=0)
+    layer: Any = SimpleNamespace(
+        ring=SimpleNamespace(device="cuda:0"), spec=filled(64, 32).spec, first=0, in_ram=range(EXPERTS)
+    )
 
     def again(kind: str = "int4 group 128", top_k: int = 4) -> int:
         """How often it was measured in a process that begins now."""
@@ -207,7 +213,9 @@ def test_rates_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch, tm
     assert again("bf16") == 1 and again(top_k=2) == 1 and again() == 0
     layer.first = 1
     assert again() == 1
-    layer.first = 0
+    layer.first, layer.in_ram = 0, range(2, EXPERTS)
+    assert again() == 1, "others lie on the GPU alone"
+    layer.in_ram = range(EXPERTS)
     (file,) = (
         p
         for p in measured.folder().iterdir()
