@@ -124,9 +124,9 @@ def _at_most(change: _Change, count: int) -> _Change | None:
         wanted = getattr(module.config, "gpu_experts", "auto")
         if isinstance(wanted, str) or (type(wanted) is int and wanted <= count):
             return module.config
-        # Which experts go to the GPU means nothing where none do.
-        profile = {} if count else {"profile": None}
-        return dataclasses.replace(module.config, gpu_experts=count, **profile)
+        # Which experts go to the GPU, and whether they leave RAM, means nothing where none do.
+        none = {} if count else {"profile": None, "ram_copy": True}
+        return dataclasses.replace(module.config, gpu_experts=count, **none)
 
     return _changed(change, config_of)
 

@@ -262,6 +262,14 @@ def test_the_plan_has_what_leaves_ram_on_the_gpu_alone(
     assert passing == spared // layers, "of one layer at a time"
     assert "5 of 8 experts as bf16, which are not in RAM" in str(plans[False])
     assert "not in RAM" not in str(plans[True])
+    # Where the GPU has no room for them, fewer of them are tried, and none, which then would stay in RAM.
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    rules = [{"name": "e", "match": {"path": path}, "replace": {**replace, "prefill": "cpu"}}]
+    full = ktinject.plan(model, rules).bytes["cuda:0"]
+    short = ktinject.plan(model, rules, devices="cuda:0", budget={"cuda:0": full - layers * expert})
+    counts = [remedy.arguments["variables"].get("e.gpu_experts") for remedy in short.remedies[:1]]
+    assert short.problems and counts and counts[0] in (1, 2, 3, 4)
 
 
 # --- on a GPU ---
