@@ -7,16 +7,20 @@ from typing import Any
 
 import models
 import pytest
+import torch
 from double import machine, on_meta
 from plan_cases import planned, refusal, rule
 from transformers import PreTrainedModel
 
-from ktinject import rules
+import ktinject
+from ktinject import _native, rules
 from ktinject.checkpoints.formats.base import Format
 from ktinject.errors import PlanError
+from ktinject.hf.models import meta_model
 from ktinject.operators import REGISTRY, expert_formats
 from ktinject.planning.devices import fill, one_budget
 from ktinject.planning.plan import Plan
+from ktinject.tools import random_models
 
 AUTO = rule("hybrid_experts", weights="auto")
 # The most accurate first: weights, group_size.
@@ -188,6 +192,37 @@ def test_layers_fit_where_some_division_of_them_does() -> None:
 
 
 # --- the request ---
+
+
+@pytest.mark.skipif(not _native.cuda_built(), reason="built without CUDA")
+@pytest.mark.parametrize("shape, layers", [("qwen3-30b-a3b", 24), ("deepseek-v3", 8)])
+def test_experts_of_auto_leave_room_for_a_request_that_is_named(
+    shape: str, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fits where the GPU has no experts still fits; and where there is more room than that, it has some."""
+    monkeypatch.setattr(_native, "why_no_flags", lambda device: "")
+    model = meta_model(random_models.config(shape, layers), torch.bfloat16)
+
+    def plan(gib: int, context: int | None, on_gpu: int | str) -> tuple[Plan, int, int]:
+        found = ktinject.plan(
+            model,
+            "auto",
+            machine={"cpu": "900GiB", "cuda:0": f"{gib}GiB"},
+            devices="cuda:0",
+            variables={"gpu_experts": on_gpu, "experts": "int4"},
+            context=context,
+        )
+        return found, found.runtime_memory["cuda:0"].longest_request or 0, found.bytes["cuda:0"]
+
+    taken = {}
+    for gib in (8, 16, 24, 80, 141):
+        none, longest, without = plan(gib, None, 0)
+        if none.problems:
+            continue  # the model does not fit it at all
+        beside, then, with_experts = plan(gib, longest, "auto")
+        assert not beside.problems and then >= longest, gib
+        taken[gib] = with_experts - without
+    assert len(taken) >= 3 and taken[141] > taken[min(taken)] >= 0
 
 
 def test_room_for_a_request_is_counted(model: PreTrainedModel) -> None:
