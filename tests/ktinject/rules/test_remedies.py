@@ -30,6 +30,7 @@ REMEDIES: dict[str, tuple[Any, str, tuple[str, Any]]] = {
     "weights: auto": ("auto", "routed experts.weights=auto", ("weights", "auto")),
     "gpu_weights: same": ("auto", "routed experts.gpu_weights=same", ("gpu_weights", "same")),
     "dynamic: false": ("auto", "routed experts.dynamic=false", ("dynamic", False)),
+    "ram_copy: true": ("auto", "routed experts.ram_copy=true", ("ram_copy", True)),
     "symmetric: false": (INT4, "linears.symmetric=false", ("symmetric", False)),
 }
 
