@@ -14,6 +14,7 @@
 
 #include "cuda/activation.cuh"
 #include "cuda/on_device.cuh"
+#include "cuda/values.cuh"
 
 namespace ktinject::cuda {
 namespace {
@@ -277,6 +278,36 @@ __global__ void __launch_bounds__(kActivateThreads)
   *reinterpret_cast<uint2*>(out + i) = *reinterpret_cast<const uint2*>(result);
 }
 
+constexpr int kSumThreads = 256;
+constexpr int kSumEach = 8;  // columns of a thread: 16 bytes of bf16
+
+// A block sums a token.
+template <class T, class W>
+__global__ void __launch_bounds__(kSumThreads)
+    sum_kernel(const __nv_bfloat16* answers, int64_t known, const int64_t* rows, const W* weights, int slots,
+               int hidden, T* out) {
+  struct alignas(sizeof(T) * kSumEach) Run {
+    T values[kSumEach];
+  };
+  const size_t token = blockIdx.x;
+  for (int column = static_cast<int>(threadIdx.x) * kSumEach; column < hidden; column += kSumThreads * kSumEach) {
+    float sums[kSumEach] = {};
+    for (int slot = 0; slot < slots; ++slot) {
+      const int64_t row = rows[token * slots + slot];
+      if (row >= known) continue;
+      const float weight = load(weights[token * slots + slot]);
+      const uint4 words = *reinterpret_cast<const uint4*>(answers + static_cast<size_t>(row) * hidden + column);
+      const auto* values = reinterpret_cast<const __nv_bfloat16*>(&words);
+#pragma unroll
+      for (int i = 0; i < kSumEach; ++i) sums[i] = fmaf(load(values[i]), weight, sums[i]);
+    }
+    Run found;
+#pragma unroll
+    for (int i = 0; i < kSumEach; ++i) found.values[i] = store<T>(sums[i]);
+    *reinterpret_cast<Run*>(out + token * hidden + column) = found;
+  }
+}
+
 constexpr int kAddThreads = 256;
 constexpr size_t kAddBlocks = 512;  // a few megabytes under way hide the bus's latency
 
@@ -470,6 +501,27 @@ void Streamed::unpack_run(const moe::PackedRun& run, const std::byte* from, size
     }
     check_cuda(cudaGetLastError(), "unpacking experts on the GPU");
   }
+}
+
+void Streamed::sum(const Answers& answers, void* out, DType dtype, Stream stream) const {
+  if (answers.tokens == 0) return;
+  const int hidden = experts_.config().hidden_size;
+  if (hidden % kSumEach != 0) throw std::invalid_argument("adding up on a GPU: widths must be multiples of 8");
+  const OnStream on(stream);
+  const auto launch = [&]<class T, class W>(T* to, const W* weights) {
+    sum_kernel<<<static_cast<unsigned>(answers.tokens), kSumThreads, 0, on>>>(
+        static_cast<const __nv_bfloat16*>(answers.values), answers.known, answers.rows, weights, answers.slots, hidden,
+        to);
+  };
+  const auto by_weights = [&]<class T>(T* to) {
+    if (answers.weights_dtype == DType::f32) launch(to, static_cast<const float*>(answers.weights));
+    else if (answers.weights_dtype == DType::f16) launch(to, static_cast<const __half*>(answers.weights));
+    else launch(to, static_cast<const __nv_bfloat16*>(answers.weights));
+  };
+  if (dtype == DType::f32) by_weights(static_cast<float*>(out));
+  else if (dtype == DType::f16) by_weights(static_cast<__half*>(out));
+  else by_weights(static_cast<__nv_bfloat16*>(out));
+  check_cuda(cudaGetLastError(), "adding up what experts answer");
 }
 
 void Streamed::activate(const void* gate_up, DType dtype, size_t rows, void* out, Stream stream) const {

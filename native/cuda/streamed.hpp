@@ -11,6 +11,17 @@
 
 namespace ktinject::cuda {
 
+// What experts answer to tokens; device pointers, contiguous, at multiples of 16.
+struct Answers {
+  const void* values = nullptr;  // [known, hidden] bf16
+  int64_t known = 0;
+  const int64_t* rows = nullptr;  // [tokens, slots]: a row of values; from `known` on: no answer
+  const void* weights = nullptr;  // [tokens, slots]
+  DType weights_dtype = DType::f32;
+  int tokens = 0;
+  int slots = 0;
+};
+
 class Streamed {
  public:
   // Page-locks the packed weights of `experts`, which must be allocated and outlive this, from expert `first` on, but
@@ -36,6 +47,10 @@ class Streamed {
                        void* down, Stream stream) const;
   // gate_up [rows, n] of dtype → out [rows, intermediate] bf16: what the down projection multiplies.
   void activate(const void* gate_up, DType dtype, size_t rows, void* out, Stream stream) const;
+
+  // out [tokens, hidden] of dtype = the weighted sum of each token's answers, in the order of its slots, in fp32; zeros
+  // for a token without any.
+  void sum(const Answers& answers, void* out, DType dtype, Stream stream) const;
 
  private:
   void unlock() noexcept;

@@ -390,7 +390,7 @@ class StreamedExperts:
             while done < x.shape[0]:
                 part = slice(done, min(done + most, x.shape[0]))
                 try:
-                    out[part] = self._part(x[part], ids[part], weights[part], chunks)
+                    self._part(x[part], ids[part], weights[part], chunks, out[part])
                 except torch.OutOfMemoryError:
                     if most <= FEWEST_TOKENS:
                         raise
@@ -399,7 +399,7 @@ class StreamedExperts:
                 done = part.stop
         return out
 
-    def _part(self, x: Tensor, ids: Tensor, weights: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    def _part(self, x: Tensor, ids: Tensor, weights: Tensor, chunks: Sequence[Chunk], out: Tensor) -> None:
         spec, experts = self.spec, self.spec.num_experts
         m, t = ids.shape
         expert = ids.reshape(-1)
@@ -407,15 +407,16 @@ class StreamedExperts:
         rank = self._rank(expert, tuple(expert for chunk in chunks for expert in chunk.experts))
         order = rank.argsort(stable=True)
         ends = torch.bincount(rank, minlength=experts + 1).cumsum(0)
-        rows = x.to(torch.bfloat16)
-        # One row for each pair (token, expert of the token), so that the sum at the end always has the same order.
-        answers = torch.zeros(m * t, spec.hidden_size, dtype=torch.bfloat16, device=x.device)
+        inputs = x.to(torch.bfloat16)
         *host_ends, found = [0, *torch.cat([ends, strangers.sum()[None]]).tolist()]
         if found:
             raise OperatorError(
                 f"top_k_index: found {int(ids[strangers.view(m, t)][0])}; allowed are 0 to {experts - 1}, and "
                 f"-1 and {experts} to skip."
             )
+        # One row for each pair (token, expert of the token), so that the sum at the end always has the same order.
+        known = host_ends[experts]
+        answers = torch.empty(max(1, known), spec.hidden_size, dtype=torch.bfloat16, device=x.device)
         end = 0
         for chunk, gate_up, down in self.ring.unpacked(self, chunks):
             first, end = end, end + len(chunk.experts)
@@ -424,23 +425,31 @@ class StreamedExperts:
                 continue
             slots = order[low:high]
             offsets = (ends[first:end] - low).to(torch.int32)
-            h = functional.grouped_mm(rows[slots // t], gate_up.transpose(-2, -1), offs=offsets)
+            h = functional.grouped_mm(inputs[slots // t], gate_up.transpose(-2, -1), offs=offsets)
             if self._biases is not None:
                 h = h + self._biases[0][expert[slots]]
             h = self.activated(h)
             y = functional.grouped_mm(h, down.transpose(-2, -1), offs=offsets)
             if self._biases is not None:
                 y = y + self._biases[1][expert[slots]]
-            answers[slots] = y.to(torch.bfloat16)
-        known = rank < experts
+            answers[low:high] = y
         if self.uses is not None:
-            self.uses.scatter_add_(0, torch.where(known, expert, 0).long(), known.long())
-        scale = torch.where(known.view(m, t, 1), weights.unsqueeze(-1).float(), 0.0)
-        # One expert of each token at a time: [m, t, hidden] in fp32 would take twice the memory of the answers.
-        total = torch.zeros(m, spec.hidden_size, device=x.device)
-        for slot in range(t):
-            total.addcmul_(answers.view(m, t, -1)[:, slot], scale[:, slot])
-        return total
+            passes = rank < experts
+            self.uses.scatter_add_(0, torch.where(passes, expert, 0).long(), passes.long())
+        rows = torch.empty_like(order).scatter_(0, order, torch.arange(m * t, device=x.device))
+        weights = weights.contiguous()
+        self.source.sum(
+            address("answers", answers, x.device, torch.bfloat16),
+            known,
+            address("rows", rows, x.device, torch.int64),
+            address("weights", weights, x.device),
+            CODES[weights.dtype],
+            m,
+            t,
+            address("out", out, x.device),
+            CODES[out.dtype],
+            stream_of(x.device),
+        )
 
     def activated(self, gate_up: Tensor) -> Tensor:
         """[rows, n] bfloat16 or float32 → [rows, intermediate] bfloat16; computed in fp32, rounded once."""

@@ -207,7 +207,7 @@ DO_NOT = set(
     ReusePolicy.uses ReusePolicy.hits
     Resident.bytes Resident.inner_width Resident.copy Resident.forward
     Int4Linear.scratch Int4Linear.forward Int4Linear.dequantise
-    Streamed.packed_bytes Streamed.copy Streamed.unpack Streamed.unpack_resident Streamed.activate
+    Streamed.packed_bytes Streamed.copy Streamed.unpack Streamed.unpack_resident Streamed.activate Streamed.sum
     """.split()
 )
 

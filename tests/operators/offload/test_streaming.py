@@ -24,6 +24,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ktinject import _native, env, machine, measured
+from ktinject.addresses import CODES
 from ktinject.checkpoints.formats.base import GgufRows
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
@@ -315,6 +316,25 @@ class Bus:
         gate, up = torch.frombuffer(given, dtype=torch.bfloat16).view(rows, 192).float().chunk(2, dim=-1)
         found = (torch.nn.functional.silu(gate) * up).bfloat16().contiguous()
         ctypes.memmove(out, found.data_ptr(), 2 * found.numel())
+
+    def sum(
+        self, values: int, known: int, rows: int, weights: int, weights_dtype: int, tokens: int, slots: int,
+        out: int, dtype: int, stream: tuple[int, int],
+    ) -> None:  # fmt: skip
+        def at(address: int, kind: Any, count: int) -> Tensor:
+            return torch.frombuffer(
+                (ctypes.c_uint8 * (count * kind.itemsize)).from_address(address), dtype=kind
+            )
+
+        kinds = {code: kind for kind, code in CODES.items()}
+        answers = at(values, torch.bfloat16, max(1, known) * 256).view(-1, 256).float()
+        row = at(rows, torch.int64, tokens * slots).view(tokens, slots)
+        weight = at(weights, kinds[weights_dtype], tokens * slots).view(tokens, slots).float()
+        weight = torch.where(row < known, weight, 0)
+        if not known:
+            answers = torch.zeros(1, 256)
+        found = (answers[row.clamp(max=max(1, known) - 1)] * weight[..., None]).sum(1).to(kinds[dtype])
+        ctypes.memmove(out, found.data_ptr(), found.nbytes)
 
     def unpack(self, slot: int, count: int, gate_up: int, down: int, stream: tuple[int, int]) -> None:
         self.unpack_resident(None, slot, range(count), gate_up, down, stream)
@@ -829,6 +849,32 @@ def test_the_activation_is_rounded_once(family: str, dtype: torch.dtype) -> None
     want = reference.intermediate(gate, up, spec)
     assert found.shape == want.shape
     assert ((found - want).abs() <= 2**-8 * want.abs() + 1e-6).all()
+
+
+@gpu
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("hidden", [8, 256, 2048, 7168])
+def test_answers_are_added_up(hidden: int, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+    """Each token's in the order of its slots; what has no answer is nothing, whatever lies there."""
+    operator = filled(hidden, 32)
+    source, on = _native.Streamed(operator.native), (0, torch.cuda.current_stream().cuda_stream)
+    tokens, slots, known = 37, 5, 120
+    random = torch.Generator().manual_seed(0)
+    answers = torch.randn(known, hidden, generator=random).bfloat16()
+    rows = torch.randperm(tokens * slots, generator=random).view(tokens, slots)
+    rows[3] = known  # none at all
+    weights = torch.rand(tokens, slots, generator=random).to(weights_dtype)
+    weights[rows >= known] = math.nan
+    there = torch.cat([answers.double(), torch.zeros(1, hidden, dtype=torch.float64)])[rows.clamp(max=known)]
+    want = (there * weights.double().nan_to_num(0.0)[..., None]).sum(1)
+    given = [each.cuda() for each in (answers, rows, weights)]
+    out = torch.full((tokens, hidden), math.nan, dtype=dtype, device="cuda")
+    a, r, w = (each.data_ptr() for each in given)
+    source.sum(a, known, r, w, CODES[weights_dtype], tokens, slots, out.data_ptr(), CODES[dtype], on)
+    found = out.cpu()
+    assert reference.relative_error(found, want.float()) < (4e-3 if dtype == torch.bfloat16 else 1e-3)
+    assert not found[3].any()
 
 
 @gpu
