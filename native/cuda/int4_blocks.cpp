@@ -97,7 +97,6 @@ const char* why_not(const Blocks& b, int k) {
   if (b.split < 0 || b.split > 8 || b.split > k / 64) return "allowed are splits of 0 to 8, and of one stage at least";
   if (b.mates < 1 || b.mates > 2 || b.split * b.mates > 8 || (b.mates == 2 && b.split == 0))
     return "allowed are 1 mate, or 2 in clusters of up to 8 blocks";
-  if (b.fetchers < b.mates || b.fetchers > 3) return "allowed are 1 to 3 fetchers, and 2 or 3 with mates";
   return nullptr;
 }
 
@@ -108,7 +107,6 @@ Partition cut_into(const Blocks& b, int n, int k, int m, int multiprocessors) {
     p.share = k / 64;
     p.blocks = p.units;
   }
-  p.fetchers = b.fetchers;
   return p;
 }
 
