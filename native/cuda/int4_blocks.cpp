@@ -13,12 +13,9 @@ namespace {
 // fewer; what was measured is its greatest number.
 constexpr int kMeasured = 132;  // multiprocessors of an H100 or H200
 constexpr int kUpTo[] = {32, 64, 128, 192, 256, 320, 384, 448, 512};
-struct Narrow {
-  int tokens, split;  // of `Blocks`; 0, 0: none
-};
 struct Row {
   int inputs, outputs;
-  Narrow columns[std::size(kUpTo)];
+  Blocks columns[std::size(kUpTo)];  // {}: what the rules choose
 };
 // clang-format off: a layer a line
 constexpr Row kFaster[] = {
@@ -114,9 +111,8 @@ Partition partition_sm90(int n, int k, int m, int multiprocessors) {
   const auto column = std::lower_bound(std::begin(kUpTo), std::end(kUpTo), m) - std::begin(kUpTo);
   if (multiprocessors != kMeasured || m <= 16 || column == std::size(kUpTo)) return by_rules(n, k, m, multiprocessors);
   for (const Row& row : kFaster) {
-    const Narrow narrow = row.columns[column];
-    if (row.inputs == k && row.outputs == n && narrow.tokens != 0)
-      return cut_into({narrow.tokens, narrow.split}, n, k, m, multiprocessors);
+    const Blocks& narrow = row.columns[column];
+    if (row.inputs == k && row.outputs == n && narrow.tokens != 0) return cut_into(narrow, n, k, m, multiprocessors);
   }
   return by_rules(n, k, m, multiprocessors);
 }

@@ -256,7 +256,9 @@ def test_blocks_cover_every_stage_once(multiprocessors: int) -> None:
             assert is_narrow or (tokens, outputs) in (few if m <= 16 else wide)
             units, depth = -(-n // outputs) * -(-m // tokens), k // 64
             if sharers:
-                assert mates == 1 and blocks == sharers * units and sharers <= min(8, depth)
+                strips = -(-n // outputs)
+                assert blocks == sharers * -(-strips // mates) * mates * -(-m // tokens)
+                assert sharers <= depth and sharers * mates <= 8
             else:
                 assert (blocks - 1) * share < units * depth <= blocks * share
 
