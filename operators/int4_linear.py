@@ -84,7 +84,7 @@ class Int4Linear(GpuLinear):
     # For compute-sanitizer's racecheck, which does not know that __syncwarp orders a warp's reads.
     every_lane = False
     # To test and measure each kind of narrow blocks on Hopper: native/cuda/int4_blocks.hpp, `Blocks`.
-    blocks: tuple[int, int, int, int] | None = None
+    blocks: tuple[int, int, int] | None = None
 
     def __init__(self, module: nn.Linear, config: Int4LinearConfig) -> None:
         super().__init__(module, config)
@@ -290,10 +290,7 @@ class Int4Linear(GpuLinear):
 
     def _is_narrow(self, m: int) -> bool:
         """Whether m tokens have narrow blocks on Hopper, which were then measured to be faster than all else."""
-        tokens, outputs = _native.int4_blocks(self.out_features, self.in_features, m, self._multiprocessors)[
-            :2
-        ]
-        return outputs == 128 and tokens <= 128
+        return _native.int4_is_narrow(self.out_features, self.in_features, m, self._multiprocessors)
 
     def multiply(self, x: Tensor) -> Tensor:
         if self._native is None:

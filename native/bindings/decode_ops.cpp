@@ -328,6 +328,7 @@ void init_decode_ops(nb::module_& m) {
   def_attention(m);
   def_linear(m);
   def_linear_attention(m);
+  m.attr("GATED_DELTA_MOST_PARTS") = cuda::GatedDelta::kMostParts;
   def_recurrent(m);
   def_next_token(m);
   def_routing(m);

@@ -18,14 +18,25 @@ namespace nb = nanobind;
 namespace ktinject {
 namespace {
 
-// Tokens, split, mates, fetchers of cuda::int4::Blocks.
-using Blocks = std::tuple<int, int, int, int>;
+// Tokens, split and mates of cuda::int4::Blocks.
+using Blocks = std::tuple<int, int, int>;
 
 struct Int4Linear {
   cuda::Int4Matrix weight;
   const float* bias;
   int device;
 };
+
+// How a product is cut on Hopper.
+cuda::int4::Partition partition_of(int n, int k, int tokens, int multiprocessors) {
+  if (n < 1 || k < 64 || k % 64 != 0 || tokens < 1 || multiprocessors < 1)
+    throw std::invalid_argument("int4_blocks: found " + std::to_string(n) + " outputs, " + std::to_string(k) +
+                                " inputs, " + std::to_string(tokens) + " tokens and " +
+                                std::to_string(multiprocessors) +
+                                " multiprocessors; inputs must be a multiple of 64, and outputs, tokens and "
+                                "multiprocessors must be at least 1.");
+  return cuda::int4::partition_sm90(n, k, tokens, multiprocessors);
+}
 
 }  // namespace
 
@@ -36,8 +47,8 @@ void init_int4_linear(nb::module_& m) {
           [](Int4Linear* self, Address<> words, Address<> scales, Address<const float> bias, int n, int k,
              int group_size, bool has_zeros, bool fp16_scales, bool sm80_only, bool every_lane,
              const std::optional<Blocks>& blocks, int device) {
-            const auto [tokens, split, mates, fetchers] = blocks.value_or(Blocks{0, 0, 1, 3});
-            const cuda::int4::Blocks wanted{tokens, split, mates, fetchers};
+            const auto [tokens, split, mates] = blocks.value_or(Blocks{0, 0, 1});
+            const cuda::int4::Blocks wanted{tokens, split, mates};
             if (const char* reason = blocks ? cuda::int4::why_not(wanted, k) : nullptr; reason != nullptr)
               throw std::invalid_argument(std::string("int4_linear: there are no such blocks; ") + reason + ".");
             new (self) Int4Linear{
@@ -47,7 +58,7 @@ void init_int4_linear(nb::module_& m) {
           nb::arg("group_size"), nb::arg("has_zeros"), nb::arg("fp16_scales"), nb::arg("sm80_only"),
           nb::arg("every_lane"), nb::arg("blocks") = nb::none(), nb::arg("device"),
           "Addresses of words, scales and bias (0: none), laid out as native/cuda/int4_linear.hpp says. Blocks, to "
-          "test and measure each kind: tokens, split, mates and fetchers of native/cuda/int4_blocks.hpp.")
+          "test and measure each kind: tokens, split and mates of native/cuda/int4_blocks.hpp.")
       .def(
           "scratch",
           [](const Int4Linear& self, int m) {
@@ -75,18 +86,20 @@ void init_int4_linear(nb::module_& m) {
   m.def(
       "int4_blocks",
       [](int n, int k, int tokens, int multiprocessors) {
-        if (n < 1 || k < 64 || k % 64 != 0 || tokens < 1 || multiprocessors < 1)
-          throw std::invalid_argument("int4_blocks: found " + std::to_string(n) + " outputs, " + std::to_string(k) +
-                                      " inputs, " + std::to_string(tokens) + " tokens and " +
-                                      std::to_string(multiprocessors) +
-                                      " multiprocessors; inputs must be a multiple of 64, and outputs, tokens and "
-                                      "multiprocessors must be at least 1.");
-        const cuda::int4::Partition p = cuda::int4::partition_sm90(n, k, tokens, multiprocessors);
-        return std::make_tuple(p.tokens, p.outputs, p.sharers, p.mates, p.fetchers, p.share, p.blocks);
+        const cuda::int4::Partition p = partition_of(n, k, tokens, multiprocessors);
+        return std::make_tuple(p.tokens, p.outputs, p.sharers, p.mates, p.share, p.blocks);
       },
       nb::arg("n"), nb::arg("k"), nb::arg("m"), nb::arg("multiprocessors"),
       "How a product of a weight [n, k] with m tokens is cut on Hopper: tokens and outputs of a block, blocks of a "
-      "cluster that share a strip (0: none), mates, fetchers, stages a block, blocks.");
+      "cluster that share a strip (0: none), strips of a cluster, stages a block, blocks.");
+  m.def(
+      "int4_is_narrow",
+      [](int n, int k, int tokens, int multiprocessors) {
+        const cuda::int4::Partition p = partition_of(n, k, tokens, multiprocessors);
+        return cuda::int4::is_narrow(p.tokens, p.outputs);
+      },
+      nb::arg("n"), nb::arg("k"), nb::arg("m"), nb::arg("multiprocessors"),
+      "Whether int4_blocks gives narrow blocks, which were then measured to be faster than all else.");
   m.def(
       "fp8_quantise",
       [](Address<> x, bool fp16, int rows, int padded, int k, Address<> values, Address<float> scales, int device,

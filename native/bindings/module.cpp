@@ -83,7 +83,7 @@ NB_MODULE(_native, m) {
   ktinject::init_int4_linear(m);
   ktinject::init_decode_ops(m);
   ktinject::init_decoder(m);
-  ktinject::init_linear_prompt(m);
+  ktinject::init_prompts(m);
   ktinject::init_watch(m);
   ktinject::init_streamed(m);
 }

@@ -13,7 +13,7 @@ void init_linear(nanobind::module_& m);
 void init_int4_linear(nanobind::module_& m);
 void init_decode_ops(nanobind::module_& m);
 void init_decoder(nanobind::module_& m);
-void init_linear_prompt(nanobind::module_& m);
+void init_prompts(nanobind::module_& m);
 void init_watch(nanobind::module_& m);
 void init_streamed(nanobind::module_& m);
 

@@ -124,9 +124,11 @@ __device__ __forceinline__ void cluster_wait_alone() { asm volatile("barrier.clu
 __device__ __forceinline__ void cluster_arrive_again() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// On a barrier of another block of the cluster, at an address that `address_in` gave.
+// On a barrier of another block of the cluster, at an address that `address_in` gave: what this thread waited for
+// before, as the reads of a wgmma, is done. It does not release what the thread has written: `.release.cluster` would,
+// by a fence of all memory, which takes some 800 cycles.
 __device__ __forceinline__ void arrive_there(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
   uint32_t there;

@@ -13,12 +13,9 @@ namespace {
 // fewer; what was measured is its greatest number.
 constexpr int kMeasured = 132;  // multiprocessors of an H100 or H200
 constexpr int kUpTo[] = {32, 64, 128, 192, 256, 320, 384, 448, 512};
-struct Narrow {
-  int tokens, split;  // of `Blocks`; 0, 0: none
-};
 struct Row {
   int inputs, outputs;
-  Narrow columns[std::size(kUpTo)];
+  Blocks columns[std::size(kUpTo)];  // {}: what the rules choose
 };
 // clang-format off: a layer a line
 constexpr Row kFaster[] = {
@@ -97,7 +94,6 @@ const char* why_not(const Blocks& b, int k) {
   if (b.split < 0 || b.split > 8 || b.split > k / 64) return "allowed are splits of 0 to 8, and of one stage at least";
   if (b.mates < 1 || b.mates > 2 || b.split * b.mates > 8 || (b.mates == 2 && b.split == 0))
     return "allowed are 1 mate, or 2 in clusters of up to 8 blocks";
-  if (b.fetchers < b.mates || b.fetchers > 3) return "allowed are 1 to 3 fetchers, and 2 or 3 with mates";
   return nullptr;
 }
 
@@ -108,7 +104,6 @@ Partition cut_into(const Blocks& b, int n, int k, int m, int multiprocessors) {
     p.share = k / 64;
     p.blocks = p.units;
   }
-  p.fetchers = b.fetchers;
   return p;
 }
 
@@ -116,9 +111,8 @@ Partition partition_sm90(int n, int k, int m, int multiprocessors) {
   const auto column = std::lower_bound(std::begin(kUpTo), std::end(kUpTo), m) - std::begin(kUpTo);
   if (multiprocessors != kMeasured || m <= 16 || column == std::size(kUpTo)) return by_rules(n, k, m, multiprocessors);
   for (const Row& row : kFaster) {
-    const Narrow narrow = row.columns[column];
-    if (row.inputs == k && row.outputs == n && narrow.tokens != 0)
-      return cut_into({narrow.tokens, narrow.split}, n, k, m, multiprocessors);
+    const Blocks& narrow = row.columns[column];
+    if (row.inputs == k && row.outputs == n && narrow.tokens != 0) return cut_into(narrow, n, k, m, multiprocessors);
   }
   return by_rules(n, k, m, multiprocessors);
 }

@@ -5,10 +5,9 @@ namespace ktinject::cuda::int4 {
 
 // Narrow blocks, of 128 outputs: those of int4_narrow_sm90.cu.
 struct Blocks {
-  int tokens = 0;    // of a block: 32, 64 or 128; 0: none
-  int split = 0;     // blocks of a cluster that share a strip; 1: each strip is one block's; 0: the line is cut
-  int mates = 1;     // strips of a cluster, whose blocks fetch activations for each other: 1 or 2
-  int fetchers = 3;  // threads that ask for copies: one for all; words and scales, activations; or three
+  int tokens = 0;  // of a block: 32, 64 or 128; 0: none
+  int split = 0;   // blocks of a cluster that share a strip; 1: each strip is one block's; 0: the line is cut
+  int mates = 1;   // strips of a cluster, whose blocks fetch activations for each other: 1 or 2
 };
 
 // How the stages of all strips, standing in one line, are cut into equal shares, one a block.
@@ -17,9 +16,8 @@ struct Partition {
   int token_blocks;
   int units;  // strips, once for each block of tokens
   int line, share, blocks;
-  int sharers = 0;   // blocks of a cluster that share a strip, where the line is not cut
-  int mates = 1;     // strips of a cluster
-  int fetchers = 3;  // threads of a narrow block that ask for copies
+  int sharers = 0;  // blocks of a cluster that share a strip, where the line is not cut
+  int mates = 1;    // strips of a cluster
 };
 
 inline int up(int a, int b) { return (a + b - 1) / b; }  // a / b, rounded up

@@ -435,7 +435,6 @@ void int4_linear(const Int4Matrix& weight, const float* bias, const void* x, boo
   p.share = part.share;
   p.sharers = part.sharers;
   p.mates = part.mates;
-  p.fetchers = part.fetchers;
   p.token_blocks = part.token_blocks;
   p.silent = weight.every_lane ? 0 : 31;
   const auto on = static_cast<cudaStream_t>(stream);

@@ -29,11 +29,11 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
   static_assert(kStrip <= 4, "as they are packed");
   __shared__ uint64_t full[2 * kStages];
   uint64_t* empty = full + kStages;
-  using Sum = ClusterSum<kThreads, kVectors>;
+  using Sum = ClusterSum<kThreads, kVectors, false>;
   __shared__ uint64_t arrived;
   __shared__ int is_last[2];
-  const Share share(p);
-  begin_block<kStages, kThreads, Sum>(p, full, empty, &arrived);
+  const Share<false> share(p);
+  begin_block<kStages, kThreads, Sum>(p, share, full, empty, &arrived);
   if (threadIdx.x >= kThreads) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGroups == 4 ? 24 : 40));
     if (threadIdx.x < kThreads + 32 && elect()) Stage::template run<kStages>(p, &map, ring, full, empty, share);
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
   }
   if (p.sharers == 0) return;
   auto* parts = reinterpret_cast<float4*>(ring + kStages * Stage::kBytes);
-  write_cluster<T, kTokens, kTiles, Sum>(p, all, tile0, token, parts, &arrived);
+  write_cluster<T, kTokens, kTiles, Sum>(p, all, tile0, token, share, parts, &arrived);
 }
 
 template <class T, int kTokens, int kGroups, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>

@@ -16,18 +16,26 @@ namespace ktinject::cuda::int4 {
 
 using namespace hopper;  // NOLINT
 
-// The stages of a block: a share of the line, or of one strip.
+// The stages of a block: a share of the line, or of one strip. kMates: a cluster may have two strips.
+template <bool kMates>
 struct Share {
   int begin, count;
+  int rank = 0, mate = 0;  // in its cluster: among the sharers of a strip, and the strip's place
   __device__ explicit Share(const Int4Arguments& p) {
     if (p.sharers == 0) {
       begin = blockIdx.x * p.share;
       count = min(p.share, p.line - begin);
-    } else {
-      const int unit = blockIdx.x / p.sharers, rank = blockIdx.x % p.sharers;
-      begin = unit * p.depth + rank * p.depth / p.sharers;
-      count = unit * p.depth + (rank + 1) * p.depth / p.sharers - begin;
+      return;
     }
+    int unit = blockIdx.x / p.sharers;
+    rank = blockIdx.x % p.sharers;
+    if constexpr (kMates) {
+      const int cluster = unit / p.mates;
+      mate = unit % p.mates;
+      unit = (cluster / p.token_blocks * p.mates + mate) * p.token_blocks + cluster % p.token_blocks;
+    }
+    begin = unit * p.depth + rank * p.depth / p.sharers;
+    count = unit * p.depth + (rank + 1) * p.depth / p.sharers - begin;
   }
 };
 
@@ -40,7 +48,8 @@ __device__ __forceinline__ void advance(int& slot, int& parity) {
 // One thread asks for the stages of a block.
 //
 //   stage   activations [kTokens][64]; words of kTiles × 64 outputs; scales, [groups][256] for each four tiles
-template <int kTokens, int kTiles>
+// kMates: two strips may share activations, and the second one of the last two may not be there.
+template <int kTokens, int kTiles, bool kMates = false>
 struct Fetch {
   static constexpr int kStrips = (kTiles + 3) / 4;  // as they are packed
   static constexpr int kWords = kTokens * 128;
@@ -65,7 +74,8 @@ struct Fetch {
     __device__ void enter(int new_unit, int new_depth) {
       unit = new_unit;
       depth = new_depth;
-      const int tile = unit / p.token_blocks * kTiles, real = min(kTiles, p.tiles64 - tile);
+      const int tile = unit / p.token_blocks * kTiles;
+      const int real = kMates ? max(0, min(kTiles, p.tiles64 - tile)) : min(kTiles, p.tiles64 - tile);
       const int group = p.stages_per_group == 0 ? 2 * depth : depth / p.stages_per_group;
       left = p.stages_per_group == 0 ? 1 : p.stages_per_group - depth % p.stages_per_group;
       bytes = real * (2048 + (p.stages_per_group == 0 ? 2 : 1) * 64 * p.scale_bytes) + kTokens * 128;
@@ -77,14 +87,17 @@ struct Fetch {
         scales[i] = p.scales + scales_at(p, tile + 4 * i, group);
       }
     }
+    // kWordsToo, kScalesToo: one thread may ask for the words, and another one for the scales.
+    template <bool kWordsToo = true, bool kScalesToo = true>
     __device__ __forceinline__ void ask(uint8_t* stage, uint64_t* full) const {
-      arrive_expecting(full, bytes);
+      if constexpr (kWordsToo) arrive_expecting(full, bytes);
       const int all = min(kTiles, p.tiles64 - unit / p.token_blocks * kTiles);
 #pragma unroll
       for (int i = 0; i < kStrips; ++i) {
         const int real = kTiles < 4 ? all : min(4, all - 4 * i);
         if (real <= 0) break;
-        copy(stage + kWords + i * 2048 * 4, words[i], real * 2048, full, policy);
+        if constexpr (kWordsToo) copy(stage + kWords + i * 2048 * 4, words[i], real * 2048, full, policy);
+        if constexpr (!kScalesToo) continue;
         uint8_t* to = stage + kScales + i * kScaleBytes;
         const int group = real * 64 * p.scale_bytes;
         if (p.stages_per_group != 0) {
@@ -124,7 +137,7 @@ struct Fetch {
   // In a ring of kStages. Weights first: they do not depend on the kernel before.
   template <int kStages>
   static __device__ __forceinline__ void run(const Int4Arguments& p, const CUtensorMap* map, uint8_t* ring,
-                                             uint64_t* full, uint64_t* empty, const Share& share) {
+                                             uint64_t* full, uint64_t* empty, const Share<kMates>& share) {
     Weights weights(p, share.begin);
     const int first = min(kStages, share.count);
     for (int i = 0; i < first; ++i, weights.next()) weights.ask(ring + i * kBytes, full + i);
@@ -239,47 +252,59 @@ __device__ __forceinline__ bool join(const Int4Arguments& p, int unit, float (&s
 }
 
 // Sums of a strip that is shared by the blocks of a cluster: each block adds up a part of them, in the blocks' order.
-template <int kThreads, int kVectors>
+template <int kThreads, int kVectors, bool kMates>
 struct ClusterSum {
-  static constexpr int kItems = kThreads * kVectors, kBytes = kItems * 16;
+  static constexpr int kItems = kThreads * kVectors;
 
-  // By one thread, before `barriers_ready`.
-  static __device__ __forceinline__ void prepare(uint64_t* arrived) {
-    barrier_init(arrived, 1);
-    arrive_expecting(arrived, kBytes);
+  // Items of a block; the last one may have fewer.
+  static __device__ __forceinline__ int each_of(const Int4Arguments& p) { return (kItems + p.sharers - 1) / p.sharers; }
+  static __device__ __forceinline__ int mine_of(const Int4Arguments& p, int rank) {
+    return min(each_of(p), kItems - rank * each_of(p));
   }
 
-  // Hands sums to `use(thread, vector, sum)`. `parts`: kBytes of shared memory.
+  // By one thread, before `barriers_ready`.
+  static __device__ __forceinline__ void prepare(const Int4Arguments& p, int rank, uint64_t* arrived) {
+    barrier_init(arrived, 1);
+    arrive_expecting(arrived, mine_of(p, rank) * p.sharers * 16);
+  }
+
+  // Hands sums to `use(thread, vector, sum)`. `parts`: shared memory for kItems float4, and for one more a
+  // block if the sharers do not divide them.
   template <class Use>
-  static __device__ __forceinline__ void run(const Int4Arguments& p, float4* parts, uint64_t* arrived,
-                                             const float (&sum)[4 * kVectors], Use use) {
-    const int rank = blockIdx.x % p.sharers, each = kItems / p.sharers;
-    cluster_wait();  // all blocks have begun
+  static __device__ __forceinline__ void run(const Int4Arguments& p, const Share<kMates>& share, float4* parts,
+                                             uint64_t* arrived, const float (&sum)[4 * kVectors], Use use) {
+    const int rank = share.rank, each = each_of(p), mine = mine_of(p, rank), first = share.mate * p.sharers;
+    static_assert(kItems < 1 << 15);
+    const uint32_t inverse = 0xffffffff / each + 1;  // exact for all items: their product with its error is below 2^32
+    cluster_wait();                                  // all blocks have begun
+    if (kMates && p.mates > 1) cluster_arrive_again();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int item = i * kThreads + threadIdx.x, owner = item / each;
+      const int item = i * kThreads + threadIdx.x, owner = __umulhi(item, inverse);
       const uint32_t to = shared_address(parts + rank * each + item - owner * each);
-      push(address_in(to, owner), sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3],
-           address_in(shared_address(arrived), owner));
+      push(address_in(to, first + owner), sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3],
+           address_in(shared_address(arrived), first + owner));
     }
     wait_for_previous();
     wait(arrived, 0);
-    for (int item = threadIdx.x; item < each; item += kThreads) {
+    for (int item = threadIdx.x; item < mine; item += kThreads) {
       float4 all = make_float4(0, 0, 0, 0);
 #pragma unroll 4
       for (int i = 0; i < p.sharers; ++i) add(all, parts[i * each + item]);
       use((rank * each + item) % kThreads, (rank * each + item) / kThreads, all);
     }
+    if (kMates && p.mates > 1) cluster_wait();  // until then a mate may still release slots here
   }
 };
 
 // What every block begins with: the barriers of its ring, and of its cluster's sums, which are ready then.
-template <int kStages, int kThreads, class Sum>
-__device__ __forceinline__ void begin_block(const Int4Arguments& p, uint64_t* full, uint64_t* empty,
-                                            uint64_t* sums_arrived) {
+template <int kStages, int kThreads, class Sum, bool kMates>
+__device__ __forceinline__ void begin_block(const Int4Arguments& p, const Share<kMates>& share, uint64_t* full,
+                                            uint64_t* empty, uint64_t* sums_arrived) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, arrivals(p, kThreads));
-    if (p.sharers > 0) Sum::prepare(sums_arrived);
+    const int releases = (kMates ? p.mates : 1) * arrivals(p, kThreads);
+    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, releases);
+    if (p.sharers > 0) Sum::prepare(p, share.rank, sums_arrived);
     barriers_ready();
   }
   __syncthreads();

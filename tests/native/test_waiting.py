@@ -191,7 +191,8 @@ DO_NOT = set(
     cpu_features amx_permission kernels default_threads set_threads compute_alone threads sessions set_nodes nodes
     find_nodes
     multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
-    rms_norm set_answer_timeout answer_timeout int4_blocks fp8_quantise attention latent attention_scratch decode_linear
+    rms_norm set_answer_timeout answer_timeout int4_blocks int4_is_narrow fp8_quantise attention latent
+    attention_scratch decode_linear
     fetched_bytes
     force_kernel handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
     add_from_host handoff_entries pinned_bytes gated_delta mamba2 short_convolution
@@ -217,7 +218,7 @@ def bindings() -> set[str]:
     for name, value in vars(_native).items():
         if inspect.isclass(value):
             found |= {f"{name}.{member}" for member in vars(value) if not member.startswith("_")}
-        elif not name.startswith("_"):
+        elif callable(value) and not name.startswith("_"):  # not a constant
             found.add(name)
     return found
 

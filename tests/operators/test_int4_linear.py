@@ -238,35 +238,27 @@ def test_narrow_blocks_are_chosen_where_they_were_faster(cell: tuple[int, int, i
     fewest = {32: 17, 64: 33, 128: 65}.get(most, most - 63)
     for tokens in (fewest, m):
         chosen = _native.int4_blocks(n, k, tokens, 132)
-        assert is_narrow(chosen) == (blocks is not None)
-        assert blocks is None or (chosen[0], *chosen[2:5]) == (*blocks, 1, 3)
-        assert not is_narrow(_native.int4_blocks(n, k, tokens, 114)), (
-            "measured with 132 multiprocessors alone"
-        )
-    assert not is_narrow(_native.int4_blocks(n, k, 16, 132)) and not is_narrow(
-        _native.int4_blocks(n, k, 513, 132)
-    )
-
-
-def is_narrow(chosen: tuple[int, ...]) -> bool:
-    return chosen[1] == 128 and chosen[0] <= 128
+        assert _native.int4_is_narrow(n, k, tokens, 132) == (blocks is not None)
+        assert blocks is None or (chosen[0], *chosen[2:4]) == (*blocks, 1)
+        assert not _native.int4_is_narrow(n, k, tokens, 114), "measured with 132 multiprocessors alone"
+    assert not _native.int4_is_narrow(n, k, 16, 132) and not _native.int4_is_narrow(n, k, 513, 132)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 60, 114, 132])
 def test_blocks_cover_every_stage_once(multiprocessors: int) -> None:
     for k, n in [*LAYERS, (64, 1), (128, 65), (18432, 7168), (192, 100_000)]:
         for m in (1, 8, 9, 17, 33, 64, 65, 100, 128, 129, 200, 256, 300, 400, 512, 1000, 4096):
-            tokens, outputs, sharers, mates, fetchers, share, blocks = _native.int4_blocks(
-                n, k, m, multiprocessors
-            )
+            tokens, outputs, sharers, mates, share, blocks = _native.int4_blocks(n, k, m, multiprocessors)
             few, wide = ((8, 256), (16, 256)), ((32, 256), (64, 256), (128, 256), (256, 128))
-            narrow = (tokens, sharers, mates, fetchers) in {
-                (t, 0 if s == 1 else s, *b) for t, s, *b in allowed(k)
-            }
-            assert (tokens, outputs) in (few if m <= 16 else wide) or (m > 16 and outputs == 128 and narrow)
+            narrow = (tokens, sharers, mates) in {(t, 0 if s == 1 else s, b) for t, s, b in allowed(k)}
+            is_narrow = _native.int4_is_narrow(n, k, m, multiprocessors)
+            assert is_narrow == (m > 16 and outputs == 128 and tokens <= 128 and narrow)
+            assert is_narrow or (tokens, outputs) in (few if m <= 16 else wide)
             units, depth = -(-n // outputs) * -(-m // tokens), k // 64
             if sharers:
-                assert mates == 1 and blocks == sharers * units and sharers <= min(8, depth)
+                strips = -(-n // outputs)
+                assert blocks == sharers * -(-strips // mates) * mates * -(-m // tokens)
+                assert sharers <= depth and sharers * mates <= 8
             else:
                 assert (blocks - 1) * share < units * depth <= blocks * share
 
@@ -274,10 +266,9 @@ def test_blocks_cover_every_stage_once(multiprocessors: int) -> None:
 @pytest.mark.parametrize(
     "blocks, reason",
     [
-        ((16, 0, 1, 2), "32, 64 and 128 tokens"), ((256, 0, 1, 2), "32, 64 and 128 tokens"),
-        ((64, 9, 1, 2), "splits of 0 to 8"), ((64, -1, 1, 2), "splits of 0 to 8"),
-        ((64, 5, 1, 2), "one stage at least"), ((64, 4, 3, 2), "2 in clusters"), ((64, 0, 2, 2), "2 in clusters"),
-        ((64, 1, 2, 1), "2 or 3 with mates"), ((64, 1, 1, 0), "1 to 3 fetchers"), ((64, 1, 1, 4), "1 to 3 fetchers"),
+        ((16, 0, 1), "32, 64 and 128 tokens"), ((256, 0, 1), "32, 64 and 128 tokens"),
+        ((64, 9, 1), "splits of 0 to 8"), ((64, -1, 1), "splits of 0 to 8"),
+        ((64, 5, 1), "one stage at least"), ((64, 4, 3), "2 in clusters"), ((64, 0, 2), "2 in clusters"),
     ],
 )  # fmt: skip
 def test_blocks_that_there_are_not_are_refused(blocks: tuple[int, ...], reason: str) -> None:
@@ -471,15 +462,13 @@ def test_the_kernels_on_every_kind_of_shape(
             check_product(operator, dtype, m)
 
 
-def allowed(k: int) -> list[tuple[int, int, int, int]]:
-    """Every kind of narrow blocks that a product of k inputs can have."""
-    fetched = {1: (1, 2, 3), 2: (2, 3)}
+def allowed(k: int) -> list[tuple[int, int, int]]:
+    """Every kind of narrow blocks that a product of k inputs can have: tokens, split, mates."""
     return [
-        (tokens, split, mates, fetchers)
+        (tokens, split, mates)
         for tokens in (32, 64, 128)
         for mates in (1, 2)
         for split in range(mates - 1, 8 // mates + 1)
-        for fetchers in fetched[mates]
         if split <= k // 64
     ]
 
@@ -511,8 +500,8 @@ def test_the_blocks_that_layers_of_models_have(multiprocessors: int, cuda: str) 
     found: dict[tuple[int, ...], tuple[int, int, int]] = {}
     for k, n in LAYERS:
         for m in (17, 32, 48, 64, 100, 128, 192, 200, 256, 300, 384, 400, 512):
-            chosen = _native.int4_blocks(n, k, m, multiprocessors)[:5]
-            if is_narrow(chosen) or not is_small(k, n, m):
+            chosen = _native.int4_blocks(n, k, m, multiprocessors)[:4]
+            if _native.int4_is_narrow(n, k, m, multiprocessors) or not is_small(k, n, m):
                 found.setdefault(chosen, (k, n, m))
     for k, n, m in found.values():
         check_product(filled(linear(k, n, seed=n), cuda), torch.bfloat16, m)

@@ -1,4 +1,4 @@
-// Prompts: attention, linear attention.
+// Prompts on the CPU: convolutions, the gated delta rule, attention.
 #include "attention/linear_prompt.hpp"
 #include "attention/prompt.hpp"
 
@@ -139,7 +139,7 @@ bool attend(const OfHeads& q, const OfHeads& k, const OfHeads& v, const std::opt
 
 }  // namespace
 
-void init_linear_prompt(nb::module_& m) {
+void init_prompts(nb::module_& m) {
   m.def(
       "convolve_prompt", &convolve, nb::kw_only(), nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(),
       nb::arg("silu"), nb::arg("out"), nb::call_guard<WithoutGil>(),
