@@ -90,12 +90,10 @@ def _is_softmax(gate: Any, chosen: Any) -> bool:
 
 
 def _chooser(here: _Router, there: _Router) -> Callable[[Tensor], Tensor | None] | None:
-    """See `Guess.choose`; None between devices, and where a weight of zero hides a part of the residual stream."""
+    """See `Guess.choose`; None between devices. What a weight of zero hides stays hidden."""
     if here.norm.device != there.gate.device:
         return None
-    ratio = there.norm / here.norm
-    if not ratio.isfinite().all():
-        return None
+    ratio = torch.where(here.norm == 0, 0.0, there.norm / here.norm)
     norm, gate = Norm(ratio.to(there.gate.dtype), eps=1e-6), there.gate
 
     def choose(x: Tensor) -> Tensor | None:
