@@ -1,13 +1,16 @@
 """SGLang with experts on the CPU beside SGLang alone: the same answers, and how fast. In an environment with both.
 
-    python benchmarks/bench_sglang_engine.py same [--device cpu] [--own 0 8 31] [--soak 300] [--at-once 1]
+    python benchmarks/bench_sglang_engine.py same [--device cpu] [--own 8 0 31] [--at-once 1]
+    python benchmarks/bench_sglang_engine.py soak [--device cpu] [--own 8] [--requests 1000]
     python benchmarks/bench_sglang_engine.py speed [--layers 48] [--clients 1 32]
 
 `same` asks the trained Qwen3-MoE of this repository, one prompt at a time and 32 at once, with some of the experts
 SGLang's own, with graphs and without. Of two texts, either may be right: a token counts as fp32's where fp32, given all
-before it, has it as the best one. Others should be as rare as with SGLang alone, and no further behind. Then come
-requests of which some are cancelled, and an engine that is killed at work and started again. Several engines may run at
-once, which says nothing about speed. Where fp32's best is far ahead of its second, all must write it.
+before it, has it as the best one. Others should be as rare as with SGLang alone, and no further behind. Several engines
+may run at once, which says nothing about speed. Where fp32's best is far ahead of its second, all must write it.
+
+`soak` asks one engine of these for its answers before and after requests of which some are cancelled, kills it at work,
+and asks another one that is started then.
 
 `speed` has the shape of Qwen3-30B-A3B with random weights, int4 experts on the CPU and none on the GPU. Tokens are
 drawn at random, so that clients do not ask for the same experts. It ends with a prompt of 2048 tokens, and with where
@@ -21,6 +24,7 @@ import argparse
 import asyncio
 import gzip
 import json
+import math
 import os
 import random
 import signal
@@ -38,6 +42,7 @@ EXPERTS, WIDE = 32, 128  # SGLang's kernels on CUDA want heads of 64 or more
 AT_ONCE = 32
 TIE = 0.35  # in bf16, SGLang alone takes tokens that are as far behind fp32's best
 PROMPT = 2048
+MOST_GROWTH = 64.0  # MiB of a process, after the first quarter of a soak
 FAR = 0.7  # ahead of the second by twice as much, fp32's best is that of bf16, too
 QWEN3 = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -64,8 +69,23 @@ QWEN3 = {
 }
 # Takes the place of a checkpoint's weights, in each of SGLang's processes.
 FILLED = """
+def drawn(model, *_, **__):
+    for name, value in model.state_dict().items():
+        if value.dim() > 1:
+            value.normal_(std=1.0 if "embed_tokens" in name else 0.02)
+        elif value.is_floating_point():
+            value.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
 def register():
+    import sys
+
+    from ktinject.hf.on_import import when_imported
     from ktinject.sglang import wrapper
+
+    # Else all layers would have the same router, and norms whose weights are about zero.
+    loader = "sglang.srt.model_loader.loader"
+    when_imported(loader, lambda: setattr(sys.modules[loader], "initialize_dummy_weights", drawn))
 
     def load_weights(self, physical_to_logical_map=None):
         import torch
@@ -79,8 +99,8 @@ def register():
             experts = CpuExperts(spec_of(given), plain_config(given, 0))
             experts.allocate()
             for half in range(2):
-                experts.load("gate_up_proj", (torch.randn(inner, hidden) * hidden**-0.5).bfloat16(), 0, half)
-            experts.load("down_proj", (torch.randn(hidden, inner) * inner**-0.5).bfloat16(), 0, None)
+                experts.load("gate_up_proj", (torch.randn(inner, hidden) * 0.02).bfloat16(), 0, half)
+            experts.load("down_proj", (torch.randn(hidden, inner) * 0.02).bfloat16(), 0, None)
             experts.repeat(0)  # all alike, each with memory of its own
             layer._take(experts)
 
@@ -170,58 +190,76 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def engine(given: dict[str, Any], out: Path) -> None:
-    """Ask, and put what is known into the file after each part, since time may be over before the next."""
+    """Ask, and put what is known into the file after each round, since time may be over before the next.
+
+    model, options  of sglang.Engine
+    prompts         lists of ids
+    new             tokens of each answer
+    at_once         prompts are asked together by so many, or all of them
+    requests        of a soak
+    margins         also say how much likelier each token was than the next best one
+    rounds          their names: "alone" asks one prompt at a time, "soak" and "killed" are what `soak` does, and any
+                    other asks all prompts together
+    """
     import sglang  # type: ignore[import-not-found]
 
     begun = time.monotonic()
     made = sglang.Engine(model_path=given["model"], **given["options"])
     found: dict[str, Any] = {"start_s": time.monotonic() - begun}
-    count, every = len(given["prompts"]), given["prompts"]
-    together = (every * AT_ONCE)[: max(AT_ONCE, count)]
-
-    def tell(name: str, value: Any) -> None:
-        found[name] = value
+    every = given["prompts"]
+    together = (every * given["at_once"])[: max(given["at_once"], len(every))]
+    for name in given["rounds"]:
+        if name == "alone":
+            found[name] = [answer for prompt in every for answer in ask(made, [prompt], given)]
+        elif name in ("soak", "killed"):
+            kill_after = given["requests"] // 10 if name == "killed" else None
+            found[name] = made.loop.run_until_complete(soak(made, given, kill_after))
+        else:
+            found[name] = ask(made, together, given)[: len(every)]
         out.with_suffix(".part").write_text(json.dumps(found))
         out.with_suffix(".part").rename(out)
 
-    tell("together", ask(made, together, given["new"])[:count])
-    if not given["again"]:
-        tell("alone", [ask(made, [prompt], given["new"])[0] for prompt in every])
-    if given["soak"]:
-        tell("soak", made.loop.run_until_complete(soak(made, given["soak"], None)))
-        tell("after", ask(made, together, given["new"])[:count])
-        made.loop.run_until_complete(soak(made, given["soak"], given["soak"] // 5))
-        tell("survived", True)
+
+def ask(made: Any, prompts: list[list[int]], given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each answer's `ids`, and its `margins` if these are wanted; or, of all together, one `error`."""
+    sampling = {"temperature": 0, "max_new_tokens": given["new"], "ignore_eos": True}
+    more = {"return_logprob": True, "top_logprobs_num": 2} if given["margins"] else {}
+    try:
+        said = made.generate(input_ids=prompts, sampling_params=sampling, **more)
+    except Exception as error:  # fastapi's, that a client gets
+        return [{"error": f"{type(error).__name__}: {error}"}]
+    answers = []
+    for answer in said:
+        tops = answer["meta_info"].get("output_top_logprobs") or []
+        answers.append({"ids": answer["output_ids"], "margins": [abs(top[0][0] - top[1][0]) for top in tops]})
+    return answers
 
 
-def ask(made: Any, given: list[list[int]], new: int) -> list[list[int]]:
-    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
-    return [answer["output_ids"] for answer in made.generate(input_ids=given, sampling_params=sampling)]
-
-
-async def soak(made: Any, count: int, kill_after: int | None) -> dict[str, Any]:
+async def soak(made: Any, given: dict[str, Any], kill_after: int | None) -> dict[str, Any]:
     """Requests of random lengths, of which some are cancelled: how they ended, and the MiB of SGLang's processes.
 
     kill_after  so many, end all processes at once
     """
     numbers, ended, held = random.Random(0), {"stop": 0, "cancelled": 0, "failed": 0}, []
+    count, patience = given["requests"], 0.3 if given["options"].get("device") == "cpu" else 0.1
     waiting = iter(range(count))
 
     async def client() -> None:
         for number in waiting:
             ids = [numbers.randrange(2, 2000) for _ in range(numbers.randrange(1, 60))]
-            sampling = {"temperature": 0, "max_new_tokens": numbers.randrange(1, 33), "ignore_eos": True}
+            new = numbers.randrange(1, given["new"] + 1)
+            sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
             name = f"soak{number}"
             asked = asyncio.create_task(
                 made.async_generate(input_ids=ids, sampling_params=sampling, rid=name)
             )
             if numbers.random() < 0.4:
-                await asyncio.sleep(numbers.random() * 0.1)
+                await asyncio.sleep(numbers.random() * patience)
                 made.tokenizer_manager.abort_request(rid=name)
             try:
                 answer = await asked
                 is_cut = answer["meta_info"]["finish_reason"]["type"] == "abort"
-                is_short = len(answer["output_ids"]) != sampling["max_new_tokens"]
+                is_short = len(answer["output_ids"]) != new
                 ended["cancelled" if is_cut else "failed" if is_short else "stop"] += 1
             except ValueError as error:
                 ended["cancelled" if "bort" in str(error) else "failed"] += 1
@@ -233,6 +271,11 @@ async def soak(made: Any, count: int, kill_after: int | None) -> dict[str, Any]:
 
     await asyncio.gather(*(client() for _ in range(16)))
     return {"ended": ended, "held": held}
+
+
+def grown(held: list[dict[str, float]]) -> float:
+    """MiB by which the process that grew most has grown after the first quarter of a soak. Keys are process ids."""
+    return max(held[-1][process] - held[0][process] for process in held[0].keys() & held[-1].keys())
 
 
 def mebibytes() -> dict[int, float]:
@@ -249,15 +292,28 @@ def mebibytes() -> dict[int, float]:
 
 
 class Engine:
-    """Such a process, and what it found."""
+    """Such a process, and what it found.
 
-    def __init__(self, name: str, folder: Path, number: int, given: dict[str, Any]) -> None:
+    given   see `engine`
+    python  of the environment with SGLang
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        given: dict[str, Any],
+        python: str = sys.executable,
+        environ: dict[str, str] | None = None,
+    ) -> None:
         self.name, self.began = name, time.monotonic()
-        self.out, self.log = folder / f"{number}.json", folder / f"{number}.log"
-        given["options"] |= {"nccl_port": 29500 + number}
+        file = name.replace(" ", "-").replace(",", "").replace("'", "")
+        self.out, self.log = folder / f"{file}.json", folder / f"{file}.log"
         with self.log.open("w") as log:
             self.running = subprocess.Popen(
-                [sys.executable, __file__, "engine", json.dumps(given), str(self.out)],
+                [python, __file__, "engine", json.dumps(given), str(self.out)],
+                env=environ,
+                cwd=folder,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -274,6 +330,10 @@ class Engine:
     def found(self) -> dict[str, Any]:
         return json.loads(self.out.read_text()) if self.out.exists() else {}
 
+    def is_hybrid(self) -> bool:
+        """Whether experts were on the CPU."""
+        return "experts as bf16" in self.log.read_text(errors="replace")
+
     def why(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line or "error:" in line]
@@ -283,65 +343,99 @@ class Engine:
 # --- the same answers ---
 
 
+def job(
+    given: argparse.Namespace,
+    model: Path,
+    asked: list[list[int]],
+    own: int | None,
+    graphs: bool,
+    *rounds: str,
+) -> dict[str, Any]:
+    """For `engine`. own: experts that are SGLang's; None: all."""
+    limits = {"max_total_tokens": 16384, "chunked_prefill_size": 64, "mem_fraction_static": 0.3}
+    options = options_of(given.device, graphs) | limits
+    if own is not None:
+        options |= {"kt_weight_path": str(model), "kt_method": "BF16", "kt_num_gpu_experts": own}
+    return {
+        "model": str(model),
+        "options": options,
+        "prompts": asked,
+        "new": given.new,
+        "at_once": AT_ONCE,
+        "requests": given.requests,
+        "margins": False,
+        "rounds": rounds,
+    }
+
+
 def same(given: argparse.Namespace) -> bool:
     folder = Path(tempfile.mkdtemp(prefix="sglang-"))
     model, asked = widened(folder / "model"), prompts(given.prompts)
-    limits = {
-        "max_total_tokens": 16384,
-        "chunked_prefill_size": 64,
-        "mem_fraction_static": 0.3,
-        "log_level": "info",
+    jobs = {
+        f"{'all' if own is None else own} of {EXPERTS} SGLang's, {'graphs' if graphs else 'eager'}": job(
+            given, model, asked, own, graphs, "together", "alone"
+        )
+        for graphs in ((True, False) if given.device != "cpu" else (False,))
+        for own in (None, *given.own)
     }
-    jobs: list[tuple[str, dict[str, Any]]] = []
-    for graphs in (True, False) if given.device != "cpu" else (False,):
-        for count in (None, *given.own):
-            options = limits | options_of(given.device, graphs)
-            if count is not None:
-                options |= {"kt_weight_path": str(model), "kt_method": "BF16", "kt_num_gpu_experts": count}
-            said = "all" if count is None else str(count)
-            job = {"model": str(model), "options": options, "prompts": asked, "new": given.new}
-            name = f"{said} of {EXPERTS} SGLang's, {'graphs' if graphs else 'eager'}"
-            soaks = given.soak if count == given.own[0] and (graphs or given.device == "cpu") else 0
-            jobs.append((name, job | {"soak": soaks, "again": False}))
-            if soaks:
-                last = f"{name}, started again", job | {"soak": 0, "again": True}
-    jobs += [last] if given.soak else []
     ended = run(jobs, folder, given)
     print(f"# {given.prompts} prompts, {given.new} tokens each; logs: {folder}")
-    judge = Judge(model, asked)
-    stock = ended[0].found()
-    fine, worst = True, TIE
+    judge, stock = Judge(model, asked), texts(ended[0].found().get("alone"))
+    fine, worst = len(ended) == len(jobs), TIE
     for one in ended:
-        found, parts = one.found(), []
-        for way in ("alone", "together", "after"):
-            if way in found and stock.get("alone"):
-                equal = sum(a == b for a, b in zip(found[way], stock["alone"]))
-                best, behind, clear, missed = judge.of(found[way])
-                parts.append(
-                    f"{way}: {equal} texts equal, {best:.1%} fp32's, behind by {behind:.2f} at most, "
-                    f"{missed} of {clear} clear ones missed"
-                )
-                fine &= missed == 0
-                worst = max(worst, min(behind, 1.0)) if "all of" in one.name else worst
-                fine &= behind <= worst
-        if "soak" in found:
-            counts, held = found["soak"]["ended"], found["soak"]["held"]
-            grown = max(held[-1][pid] - held[0][pid] for pid in held[0].keys() & held[-1].keys())
-            parts.append(f"soak: {counts}, a process grew by {grown:.0f} MiB at most, then killed")
-            fine &= counts["failed"] == 0 and grown < 64 and "survived" not in found
-        if ("experts as bf16" in one.log.read_text(errors="replace")) != ("all of" not in one.name):
-            parts.append("experts were on the CPU" if "all of" in one.name else "no experts were on the CPU")
+        is_stock, found, said = one.name.startswith("all"), one.found(), []
+        for way in ("alone", "together"):
+            if stock and (answers := texts(found.get(way))):
+                told, missed, behind = judge.say(answers, stock)
+                said.append(f"{way}: {told}")
+                worst = max(worst, min(behind, 1.0)) if is_stock else worst
+                fine &= missed == 0 and behind <= worst
+            else:
+                said.append(f"{way}: no answer: {one.why()}")
+                fine = False
+        if one.is_hybrid() == is_stock:
+            said.append("experts were on the CPU" if is_stock else "no experts were on the CPU")
             fine = False
-        if len(found) < 2:
-            parts.append(f"no answer: {one.why()}")
-            fine = False
-        print(f"{one.name:46} " + "; ".join(parts), flush=True)
-    return fine and len(ended) == len(jobs)
+        print(f"{one.name:30} " + "; ".join(said), flush=True)
+    return fine
 
 
-def run(jobs: list[tuple[str, dict[str, Any]]], folder: Path, given: argparse.Namespace) -> list[Engine]:
-    """All engines, some at once, and each within its time. What is started again waits for the end of the others."""
-    waiting, running, ended = list(enumerate(jobs)), list[Engine](), list[Engine]()
+def soaked(given: argparse.Namespace) -> bool:
+    folder = Path(tempfile.mkdtemp(prefix="sglang-"))
+    model, asked = widened(folder / "model"), prompts(given.prompts)
+    how = given, model, asked, given.own[0], given.device != "cpu"
+    first = run({"the first": job(*how, "together", "soak", "after", "killed")}, folder, given)[0]
+    again = run({"started again": job(*how, "together")}, folder, given)[0]
+    found, judge, fine = first.found(), Judge(model, asked), first.is_hybrid() and again.is_hybrid()
+    print(f"# {given.own[0]} of {EXPERTS} experts SGLang's, {given.requests} requests; logs: {folder}")
+    if "soak" in found:
+        ended, more = found["soak"]["ended"], grown(found["soak"]["held"])
+        print(f"{ended}; a process grew by {more:.0f} MiB at most after the first quarter", flush=True)
+        fine &= ended["failed"] == 0 and ended["cancelled"] > 0 and more < MOST_GROWTH
+        fine &= "killed" not in found  # it was, before that round's end
+    before = texts(found.get("together"))
+    for name, one, round in (
+        ("before", first, "together"),
+        ("after", first, "after"),
+        ("started again", again, "together"),
+    ):
+        if answers := texts(one.found().get(round)):
+            told, missed, behind = judge.say(answers, before)
+            fine &= missed == 0 and behind <= 1.0
+        else:
+            told, fine = f"no answer: {one.why()}", False
+        print(f"{name:14} {told}", flush=True)
+    return fine
+
+
+def texts(answers: list[dict[str, Any]] | None) -> list[list[int]]:
+    """Their ids; none where there was no answer."""
+    return [answer["ids"] for answer in answers or () if "ids" in answer]
+
+
+def run(jobs: dict[str, dict[str, Any]], folder: Path, given: argparse.Namespace) -> list[Engine]:
+    """All engines, some at once, and each within its time; in the order of the jobs."""
+    waiting, running, ended = list(enumerate(jobs.items())), list[Engine](), list[Engine]()
     try:
         while waiting or running:
             for one in list(running):
@@ -349,14 +443,15 @@ def run(jobs: list[tuple[str, dict[str, Any]]], folder: Path, given: argparse.Na
                     one.stop()
                     running.remove(one)
                     ended.append(one)
-            while waiting and len(running) < (1 if waiting[0][1][1]["again"] else given.at_once):
-                number, (name, job) = waiting.pop(0)
-                running.append(Engine(name, folder, number, job))
+            while waiting and len(running) < given.at_once:
+                number, (name, given_job) = waiting.pop(0)
+                given_job["options"] |= {"nccl_port": 29500 + number}
+                running.append(Engine(name, folder, given_job))
             time.sleep(0.1)
     finally:
         for one in running:
             one.stop()
-    return sorted(ended, key=lambda one: [name for name, _ in jobs].index(one.name))
+    return sorted(ended, key=lambda one: [*jobs].index(one.name))
 
 
 class Judge:
@@ -385,6 +480,14 @@ class Judge:
         every, clear = torch.cat(behind), torch.cat(ahead) >= FAR
         missed = int((clear & (every > 0)).sum())
         return (every == 0).float().mean().item(), every.max().item(), int(clear.sum()), missed
+
+    def say(self, answers: list[list[int]], others: list[list[int]]) -> tuple[str, int, float]:
+        """In words, beside other answers to the same prompts; then how many clear tokens are missed, and how far one
+        is behind at most."""
+        best, behind, clear, missed = self.of(answers)
+        equal = sum(ours == theirs for ours, theirs in zip(answers, others))
+        told = f"{equal} texts equal, {best:.1%} fp32's, behind by {behind:.2f} at most"
+        return f"{told}, {missed} of {clear} clear ones missed", missed, behind
 
 
 # --- how fast ---
@@ -472,13 +575,21 @@ def parts(events: list[dict[str, Any]], layers: int) -> str:
     if steps < 1:
         return f"too few steps in the trace: {len(ends)} kernels that wait for the CPU"
     first, last = ends[-1 - layers * steps], ends[-1]
-    waiting, other = (
-        sum(end - start for start, end, waits in spans if waits == wanted and start >= first and end <= last)
-        for wanted in (True, False)
-    )
+    within = [span for span in spans if span[0] >= first and span[1] <= last]
+    other = _covered([span for span in within if not span[2]])
+    waiting = _covered(within) - other  # alone: what the next layer will ask for is guessed beside the wait
     step, *each = [value / steps for value in (last - first, waiting, other, last - first - waiting - other)]
     said = "{:.0f} waiting for the CPU, {:.0f} in other kernels, {:.0f} in none".format(*each)
     return f"a step of one client: {step:.0f} µs; {said}"
+
+
+def _covered(spans: list[tuple[float, float, bool]]) -> float:
+    """How long any of these runs, given in the order of their beginnings; kernels may run beside each other."""
+    total, end = 0.0, -math.inf
+    for start, stop, _ in spans:
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def main() -> None:
@@ -491,12 +602,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["same", "speed"])
+    parser.add_argument("what", choices=["same", "soak", "speed"])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--new", type=int, default=24, help="tokens of each answer")
     parser.add_argument("--own", type=int, nargs="+", default=[8, 0, EXPERTS - 1], help="experts of SGLang")
     parser.add_argument("--prompts", type=int, default=20)
-    parser.add_argument("--soak", type=int, default=300, help="requests, some of which are cancelled")
+    parser.add_argument("--requests", type=int, default=1000, help="of a soak")
     parser.add_argument("--at-once", type=int, default=1, help="engines")
     parser.add_argument("--seconds", type=float, default=600, help="for each engine")
     parser.add_argument("--layers", type=int, default=48)
@@ -505,8 +616,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.what == "speed":
         speed(given)
-    elif not same(given):
-        raise SystemExit("not the same, see above")
+    elif not (same if given.what == "same" else soaked)(given):
+        raise SystemExit("not as it should be, see above")
 
 
 if __name__ == "__main__":

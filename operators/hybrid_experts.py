@@ -42,8 +42,6 @@ log = logging.getLogger("ktinject")
 
 # A submit can route among so many experts, and choose so many of them for a token (native/cuda/route.cuh).
 MOST_ROUTED, MOST_CHOSEN = 256, 32
-# Bytes of a token's experts from which on a guess at them pays: 40 µs at 200 GB/s.
-_LEAST_FORESEEN = 8 << 20
 
 
 class Underway(NamedTuple):
@@ -433,14 +431,9 @@ class HybridExperts(CpuExperts):
         return Underway(ticket, self.on_gpu.forward(hidden_states, asked.chosen, weights))
 
     def is_foreseeable(self, top_k: int) -> bool:
-        """Whether `foresee` can pay for a token with top_k experts.
-
-        The guess takes the GPU some 8 µs while it waits for another layer's experts, so these must take longer. Where
-        the GPU has experts of its own, it does not wait.
-        """
-        if self.on_gpu is not None or not self.config.foresee:
-            return False
-        return self.native.bytes // self.num_experts * top_k >= _LEAST_FORESEEN
+        """Whether `foresee` can pay for a token with top_k experts. Where the GPU has experts of its own, it does not
+        wait for another layer's."""
+        return self.on_gpu is None and self.config.foresee and self.handoff.is_foreseeable(top_k)
 
     def foresee(self, started: Started, ids: Tensor) -> None:
         """Between `start` and `complete` of another layer on the same GPU, of one token: what may be asked for next.

@@ -41,6 +41,17 @@ class Deferred(NamedTuple):
     ticket: Ticket
 
 
+class Guess(NamedTuple):
+    """How a layer guesses at what the next one will ask for.
+
+    layer   the next one that has experts
+    choose  [1, hidden] as this layer's experts get it → ids [1, t] int64 contiguous of the next one's; None: no guess
+    """
+
+    layer: Layer
+    choose: Callable[[Tensor], Tensor | None]
+
+
 class _Chain(threading.local):
     """What the layers of a pass hand on to each other in one thread.
 
@@ -81,6 +92,8 @@ class Layer:
         self._places: dict[torch.device, Tensor] = {}
         self._started: tuple[Ticket | Tensor | None, Deferred | None] | None = None
         self._prompts: Prompts | None = None
+        self.guess: Guess | None = None  # see guesses.py
+        self._is_ordered = True  # experts are in the places of their numbers
         self._waits = bool(given.weight_path)
         if self._waits:
             with weights.on_cpu():
@@ -95,6 +108,7 @@ class Layer:
         with weights.on_cpu():
             logical = weights.read_map(physical_to_logical, given.num_experts)
             is_first, self._waits = self._waits, False
+            self._is_ordered = logical == [*range(given.num_experts)]
             self._take(weights.load(given, logical, self._nodes, is_first))
 
     def load_tensors(
@@ -102,6 +116,7 @@ class Layer:
     ) -> None:
         with weights.on_cpu():
             logical = weights.read_map(physical_to_logical, self.given.num_experts)
+            self._is_ordered = logical == [*range(self.given.num_experts)]
             self._take(weights.pack(self.given, (gate, up, down), logical, self._nodes))
 
     def _take(self, experts: CpuExperts) -> None:
@@ -146,11 +161,28 @@ class Layer:
         later = self._deferred(ids.shape[1])
         if not later:
             passed = self._pass(x, ids, routing)
-            return self._handoff.submit(x, ids, routing, on_gpu) if passed is None else passed
+            if passed is not None:
+                return passed
+            ticket = self._handoff.submit(x, ids, routing, on_gpu)
+            self._foresee(ticket, x)
+            return ticket
         few, everything = ids.shape[1] - later, ids.shape[1]
         now = self._handoff.submit(x, ids, routing, on_gpu, (0, few))
         _chain.handed = Deferred(self, self._handoff.submit(x, ids, routing, on_gpu, (few, everything)))
         return now
+
+    def is_foreseeable(self, top_k: int) -> bool:
+        """Whether a guess at this layer's experts, or beside them, can pay: the GPU must have time for it."""
+        is_whole = self._is_ordered and not self._skips
+        return is_whole and self._handoff is not None and self._handoff.is_foreseeable(top_k)
+
+    def _foresee(self, ticket: Ticket, x: Tensor) -> None:
+        """While the CPU computes one token: say what the next layer will probably ask for."""
+        if self.guess is None or len(x) != 1 or not x.is_cuda:
+            return
+        ids, following = self.guess.choose(x), self.guess.layer._handoff
+        if ids is not None and following is not None:
+            following.foresee(ticket, ids)
 
     def _pass(self, x: Tensor, ids: Tensor, routing: Tensor) -> Tensor | None:
         """The result of a long prompt that passes through the GPU; None for others."""

@@ -199,6 +199,10 @@ def _load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
         out = original(self, *args, **kwargs)
         if _is_used and not _state.is_draft:
             watch_batches(self.model)
+            # Here, not above: it imports the operators, and layers of this model have done so by now.
+            from ktinject.sglang import guesses
+
+            guesses.connect(self.model)
         return out
     finally:
         _state.is_draft = before

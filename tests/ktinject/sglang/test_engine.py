@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import time
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import stand_ins
 from safetensors.torch import load_file, save_file
 
-TRAINED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3-moe"
+REPOSITORY = Path(__file__).parents[3]
+TRAINED = REPOSITORY / "examples" / "models" / "tiny-qwen3-moe"
 EXPERTS = 32
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
 PROMPTS = [[5, 17, 300, 41, 99], [700, 3, 12, 88, 45, 19, 7], [1, 2, 3], [*range(40, 100)]]
@@ -46,90 +47,70 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    """The benchmark, which has the process with an engine."""
+    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+    import bench_sglang_engine
+
+    yield bench_sglang_engine
+    sys.path.remove(str(REPOSITORY / "benchmarks"))
+
+
 def answers(
+    bench: ModuleType,
     model: Path,
     folder: Path,
     on_gpu: int | None,
+    *rounds: str,
     fails: bool = False,
-    soak: int = 0,
-    kill_after: int = 0,
     apart: bool = False,
     **others: Any,
-) -> Any:
-    """What SGLang says, by rounds and prompts.
+) -> dict[str, Any]:
+    """What SGLang says, by rounds, which `bench_sglang_engine.engine` knows. By default, all prompts are asked once.
 
-    on_gpu      SGLang's own experts; None: all of them
-    fails       one answer of the CPU fails
-    soak        requests between two rounds, some of them cancelled
-    kill_after  of them, end all of SGLang's processes at once; then nothing is said
-    apart       each of two processes has a CPU of its own, and so a part of the CPU's experts
+    on_gpu  SGLang's own experts; None: all of them
+    fails   one answer of the CPU fails
+    apart   each of two processes has a CPU of its own, and so a part of the CPU's experts
     """
-    options: dict[str, Any] = {
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "disable_cuda_graph": True,
-        "mem_fraction_static": 0.2,
-        "max_total_tokens": 4096,
-        "chunked_prefill_size": 32,
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-    }
+    options = bench.options_of("cpu", False, max_total_tokens=4096, chunked_prefill_size=32)
     if on_gpu is not None:
         options |= {"kt_weight_path": str(model), "kt_method": "BF16", "kt_num_gpu_experts": on_gpu}
     given = {
         "model": str(model),
         "options": options | others,
         "prompts": PROMPTS,
-        "rounds": 1 + (fails or soak > 0),
         "new": 12,
-        "soak": soak,
+        "at_once": len(PROMPTS),
+        "requests": 1_000,
+        "margins": True,
+        "rounds": rounds or ("first",),
     }
     site = stand_ins.write(folder / "site", fails)
     environ = {**os.environ, "PYTHONPATH": str(site), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     if others.get("tp_size") == 2:
         environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"  # by its rule, else, a NUMA node for each process
         environ["SGLANG_SET_CPU_AFFINITY"] = str(int(apart))
-    out = folder / "answers.json"
-    with (folder / "log").open("w") as log:
-        running = subprocess.Popen(
-            [PYTHON, Path(__file__).with_name("engine.py"), json.dumps(given), out],
-            env=environ,
-            cwd=folder,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            if kill_after:
-                counted(running, out.with_suffix(".count"), kill_after)
-                return None
-            running.wait(timeout=2000 if soak else 800)
-        finally:
-            if running.poll() is None:
-                os.killpg(running.pid, signal.SIGKILL)
-                running.wait()
-    told = (folder / "log").read_text(errors="replace")
-    assert out.exists(), told[-4000:]
+    running = bench.Engine("engine", folder, given, PYTHON, environ)
+    try:
+        running.running.wait(timeout=2000 if "soak" in rounds else 800)
+    finally:
+        running.stop()
+    told = running.log.read_text(errors="replace")
+    found = running.found()
+    assert [*given["rounds"]][: len(found) - 1] == [*found][1:] and len(found) > 1, told[-4000:]
     if on_gpu is None:
         assert "experts as bf16" not in told
     else:
         here = (EXPERTS - on_gpu) // (2 if apart else 1)
         assert told.count(f"layer 0: {here} experts as bf16") == (2 if apart else 1), told[-4000:]
-    return json.loads(out.read_text())
-
-
-def counted(running: subprocess.Popen[bytes], path: Path, least: int) -> None:
-    """Wait until so many requests have ended."""
-    end = time.monotonic() + 800
-    while not path.exists() or int(path.read_text() or 0) < least:
-        assert running.poll() is None and time.monotonic() < end, path.with_name("log").read_text()[-4000:]
-        time.sleep(0.2)
+    return found
 
 
 @pytest.fixture(scope="module")
-def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def stock(bench: ModuleType, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """SGLang alone."""
-    return answers(model, tmp_path_factory.mktemp("stock"), None)[0]
+    return answers(bench, model, tmp_path_factory.mktemp("stock"), None)["first"]
 
 
 def agree(found: Any, want: Any) -> bool:
@@ -141,34 +122,43 @@ def agree(found: Any, want: Any) -> bool:
 
 
 @pytest.mark.parametrize("on_gpu", [0, 8, EXPERTS - 1])
-def test_the_answers_are_those_of_sglang_alone(model: Path, stock: Any, on_gpu: int, tmp_path: Path) -> None:
-    found = answers(model, tmp_path, on_gpu)[0]
+def test_the_answers_are_those_of_sglang_alone(
+    bench: ModuleType, model: Path, stock: Any, on_gpu: int, tmp_path: Path
+) -> None:
+    found = answers(bench, model, tmp_path, on_gpu)["first"]
     assert all(agree(ours, theirs) for ours, theirs in zip(found, stock))
     assert sum(ours["ids"] == theirs["ids"] for ours, theirs in zip(found, stock)) >= 2
 
 
-def test_a_failure_ends_its_requests_and_not_the_server(model: Path, stock: Any, tmp_path: Path) -> None:
-    first, second = answers(model, tmp_path, 8, fails=True)
-    assert "500: The experts on the CPU failed: this test" in first[0]["error"]
-    assert all(agree(ours, theirs) for ours, theirs in zip(second, stock))
+def test_a_failure_ends_its_requests_and_not_the_server(
+    bench: ModuleType, model: Path, stock: Any, tmp_path: Path
+) -> None:
+    found = answers(bench, model, tmp_path, 8, "first", "second", fails=True)
+    assert "500: The experts on the CPU failed: this test" in found["first"][0]["error"]
+    assert all(agree(ours, theirs) for ours, theirs in zip(found["second"], stock, strict=True))
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_two_processes_share_the_other_weights(model: Path, stock: Any, apart: bool, tmp_path: Path) -> None:
+def test_two_processes_share_the_other_weights(
+    bench: ModuleType, model: Path, stock: Any, apart: bool, tmp_path: Path
+) -> None:
     """Of tensor parallelism: the experts of the CPU are in the first process, or each has a part."""
-    found = answers(model, tmp_path, 8, apart=apart, tp_size=2)[0]
+    found = answers(bench, model, tmp_path, 8, apart=apart, tp_size=2)["first"]
     assert all(agree(ours, theirs) for ours, theirs in zip(found, stock))
 
 
 def test_a_thousand_requests_with_cancels_leave_nothing_behind(
-    model: Path, stock: Any, tmp_path: Path
+    bench: ModuleType, model: Path, stock: Any, tmp_path: Path
 ) -> None:
-    killed, again = tmp_path / "killed", tmp_path / "again"
-    killed.mkdir(), again.mkdir()
-    answers(model, killed, 8, soak=1_000, kill_after=100)
-    first, soaked, second = answers(model, again, 8, soak=1_000)
-    assert all(agree(ours, theirs) for ours, theirs in zip(first, stock))
-    assert [one["ids"] for one in second] == [one["ids"] for one in first]
-    ended, held = soaked["ended"], soaked["held"]
+    """Then it is killed at work, and another one answers as before."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    first.mkdir(), again.mkdir()
+    found = answers(bench, model, first, 8, "first", "soak", "after", "killed")
+    assert "killed" not in found and "after" in found
+    assert all(agree(ours, theirs) for ours, theirs in zip(found["first"], stock, strict=True))
+    said = answers(bench, model, again, 8)["first"]
+    for later in (found["after"], said):
+        assert [one["ids"] for one in later] == [one["ids"] for one in found["first"]]
+    ended = found["soak"]["ended"]
     assert ended["failed"] == 0 and ended["stop"] > 400 and ended["cancelled"] > 100, ended
-    assert held[-1] < held[0] + 64, held
+    assert bench.grown(found["soak"]["held"]) < bench.MOST_GROWTH

@@ -124,7 +124,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
         def process_batch_result(self, batch: Any, result: Any) -> str:
             return "processed"
 
-    class Model:
+    class Model(torch.nn.Module):
         def forward(self, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
             return combine._within.tokens
 
