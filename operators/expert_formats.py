@@ -128,7 +128,7 @@ def integers(
     Raises   OperatorError for groups that are not in order, and as `views`
     """
     check_order(stored)
-    groups = stored.scales.shape[1]
+    groups = stored.scales.shape[-2 if spec.is_transposed else -1]
     # What belongs to groups is cut as a weight that has them for inputs.
     if name == "down_proj":
         grid = dataclasses.replace(spec, intermediate_size=groups)
