@@ -56,13 +56,17 @@ class MadeOfParts(SourceFormat):
                 parts.append(source.stored(reader, name, form))
             else:
                 parts.append(source.stored_slice(reader, name, form, index))
-        if isinstance(first := parts[0], GgufRows):
-            return replace(first, rows=self._make(reader, made, [part.rows for part in parts]).contiguous())
-        codes, scales = (
-            self._make(reader, made, [getattr(part, of) for part in parts]) for of in ("codes", "scales")
+        blocks = [part for part in parts if isinstance(part, GgufRows)]
+        if blocks:
+            rows = self._make(reader, made, [part.rows for part in blocks])
+            return replace(blocks[0], rows=rows.contiguous())
+        stored = [part for part in parts if isinstance(part, Codes)]
+        codes = self._make(reader, made, [part.codes for part in stored])
+        scales = self._make(reader, made, [part.scales for part in stored])
+        # What stands across is turned back as views, when it is cut into projections.
+        return (
+            Codes(codes, scales) if made.rows == "across" else Codes(codes.contiguous(), scales.contiguous())
         )
-        is_across = made.rows == "across"
-        return Codes(codes if is_across else codes.contiguous(), scales if is_across else scales.contiguous())
 
     @staticmethod
     def _make(reader: Reader, made: Made, parts: Sequence[Tensor]) -> Tensor:

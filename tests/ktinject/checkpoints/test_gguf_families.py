@@ -110,11 +110,13 @@ def test_codes_come_through_recipes_that_move_rows(
 
 def test_rows_of_k_quants_come_through_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of blocks are moved whole. The gguf package makes no K-quants, so their codes are random."""
-    make = families.gguf.quants.quantize
-    k_quant = families.gguf.GGMLQuantizationType.Q4_K
-    drawn = lambda t, kind: (
-        gguf_blocks.random_rows("q4_k", t.shape).rows.numpy() if kind == k_quant else make(t, kind)
-    )  # noqa: E731
+    quantize = families.gguf.quants.quantize
+
+    def drawn(values: Any, kind: Any) -> Any:
+        if kind != families.gguf.GGMLQuantizationType.Q4_K:
+            return quantize(values, kind)
+        return gguf_blocks.random_rows("q4_k", values.shape).rows.numpy()
+
     monkeypatch.setattr(families.gguf.quants, "quantize", drawn)
     heads = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     file = families.write(families.model("mixtral", **heads), tmp_path / "a.gguf", "Q4_K")
