@@ -18,7 +18,7 @@ from ktinject.checkpoints.packed import PackedWeights
 from ktinject.errors import OperatorError
 from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, Operator, register_operator
-from ktinject.operators.expert_formats import FP8_SIDE, K_QUANTS
+from ktinject.operators.expert_formats import FP8_SIDE, K_QUANTS, CpuWeights, KQuant
 from ktinject.operators.probes import experts as routed_experts
 from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.operators.torch_ops.experts import experts_op, handle_of
@@ -35,25 +35,9 @@ class CpuExpertsConfig(Config):
 
     # The format in memory; kept: the checkpoint's own, bf16 where none of these is; auto: the most accurate one that
     # fits, with int4 in groups of group_size or smaller ones
-    weights: Literal[
-        "bf16",
-        "int8",
-        "int4",
-        "fp8",
-        "mxfp4",
-        "fp8_channel",
-        "nvfp4",
-        "q2_k",
-        "q3_k",
-        "q4_k",
-        "q5_k",
-        "q6_k",
-        "iq4_xs",
-        "kept",
-        "auto",
-    ] = "bf16"
+    weights: Literal[CpuWeights, "kept", "auto"] = "bf16"
     # The format of the down projection, where a GGUF file has another K-quant for it
-    down_weights: Literal["same", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"] = "same"
+    down_weights: Literal["same", KQuant] = "same"
     group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
     symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
     kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best

@@ -17,7 +17,7 @@ from ktinject.errors import OperatorError
 from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.cpu_experts import check_kernel, weights_in_words
-from ktinject.operators.expert_formats import FP8_SIDE, K_QUANTS
+from ktinject.operators.expert_formats import FP8_SIDE, K_QUANTS, CpuWeights
 from ktinject.operators.linears.packed_linear import PackedLinear
 
 if TYPE_CHECKING:
@@ -30,22 +30,7 @@ class CpuLinearConfig(Config):
     """Arguments of `cpu_linear` in a rule."""
 
     # The format in memory. kept: the checkpoint's own, and bf16 where none of these is
-    weights: Literal[
-        "bf16",
-        "int8",
-        "int4",
-        "fp8",
-        "mxfp4",
-        "fp8_channel",
-        "nvfp4",
-        "q2_k",
-        "q3_k",
-        "q4_k",
-        "q5_k",
-        "q6_k",
-        "iq4_xs",
-        "kept",
-    ] = "bf16"
+    weights: Literal[CpuWeights, "kept"] = "bf16"
     group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
     symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
     kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best

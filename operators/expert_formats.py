@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from ktinject.operators.probes.experts import ExpertsSpec
 
 GROUPS = (32, 64, 128)  # inputs that share a scale, in int4
-K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")  # kept from GGUF files, never made
+KQuant = Literal["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"]
+K_QUANTS = get_args(KQuant)  # kept from GGUF files, never made
+# What the CPU's kernels multiply by.
+CpuWeights = Literal["bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4", KQuant]
 FLOATS = ("fp8_channel", "nvfp4")  # with a factor for each output
 FP8_SIDE = 128  # of fp8's blocks, as the native core keeps them
 
@@ -128,7 +131,7 @@ def integers(
     Raises   OperatorError for groups that are not in order, and as `views`
     """
     check_order(stored)
-    groups = stored.scales.shape[1]
+    groups = stored.scales.shape[-2 if spec.is_transposed else -1]
     # What belongs to groups is cut as a weight that has them for inputs.
     if name == "down_proj":
         grid = dataclasses.replace(spec, intermediate_size=groups)

@@ -234,11 +234,16 @@ class Checkpoint:
         self._reader.check_complete(key)
         return source.decode(self._reader, key, form, index)
 
-    def stored(self, key: str) -> Stored:
-        """Read one weight undecoded; of a format that can be. Raises CheckpointError as `decode`."""
+    def stored(self, key: str, index: int | None = None) -> Stored:
+        """Read one weight undecoded; of a format that can be. Raises CheckpointError as `decode`.
+
+        index   that slice of its first dimension alone, of a format that is `by_slice`
+        """
         source, form = self._source(key)
         self._reader.check_complete(key)
-        return source.stored(self._reader, key, form)
+        if index is None:
+            return source.stored(self._reader, key, form)
+        return source.stored_slice(self._reader, key, form, index)
 
     def __enter__(self) -> Self:
         return self

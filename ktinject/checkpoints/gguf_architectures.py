@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ktinject.checkpoints import gguf_recipes as recipes
 from ktinject.checkpoints.gguf_recipes import Recipe
@@ -109,7 +110,9 @@ class Architecture:
 def _rope_rows() -> dict[str, Recipe]:
     """Of q and k, as llama.cpp rotates llama's heads."""
     return {
-        f"self_attn.{ours}_proj.{end}": Recipe((f"attn_{ours}.{end}",), recipes.rope_rows(heads))
+        f"self_attn.{ours}_proj.{end}": Recipe(
+            (f"attn_{ours}.{end}",), recipes.rope_rows(heads), rows="moved"
+        )
         for ours, heads in (("q", "attention.head_count"), ("k", "attention.head_count_kv"))
         for end in ("weight", "bias")
     }
@@ -132,8 +135,10 @@ _LAST_NORM = {"model.norm.weight": Recipe(("output_norm.weight",), recipes.minus
 _DT = {"ssm_dt.bias": "linear_attn.dt_bias"}
 
 
-def _linear(name: str, part: str, find: recipes.Callable[..., recipes.Found]) -> tuple[str, Recipe]:
-    return f"linear_attn.{name}", Recipe((part,), find)
+def _linear(
+    name: str, part: str, find: recipes.Callable[..., recipes.Found], rows: Literal["", "moved"] = ""
+) -> tuple[str, Recipe]:
+    return f"linear_attn.{name}", Recipe((part,), find, rows=rows)
 
 
 _QWEN3_NEXT = Architecture(
@@ -143,7 +148,9 @@ _QWEN3_NEXT = Architecture(
     top=_LAST_NORM,
     made={
         **_NORMS,
-        "linear_attn.in_proj_qkvz.weight": Recipe(("attn_qkv.weight", "attn_gate.weight"), recipes.qkvz),
+        "linear_attn.in_proj_qkvz.weight": Recipe(
+            ("attn_qkv.weight", "attn_gate.weight"), recipes.qkvz, rows="moved"
+        ),
         **dict(
             [
                 _linear("A_log", "ssm_a", recipes.log),
@@ -161,8 +168,8 @@ _QWEN35 = Architecture(
         **_NORMS,
         **dict(
             [
-                _linear("in_proj_qkv.weight", "attn_qkv.weight", recipes.heads_of_last_rows),
-                _linear("in_proj_z.weight", "attn_gate.weight", recipes.heads_of_rows(wide=True)),
+                _linear("in_proj_qkv.weight", "attn_qkv.weight", recipes.heads_of_last_rows, "moved"),
+                _linear("in_proj_z.weight", "attn_gate.weight", recipes.heads_of_rows(wide=True), "moved"),
                 _linear("in_proj_a.weight", "ssm_alpha.weight", _HEADS),
                 _linear("in_proj_b.weight", "ssm_beta.weight", _HEADS),
                 _linear("out_proj.weight", "ssm_out.weight", recipes.heads_of_columns),
@@ -185,11 +192,11 @@ _GPT_OSS = Architecture(
     router="router",
     whole={"attn_sinks.weight": "self_attn.sinks", "ffn_down_exps.bias": "mlp.experts.down_proj_bias"},
     made={
-        "mlp.experts.gate_up_proj": Recipe(_GATE_UP, recipes.interleaved, by_slice=True),
+        "mlp.experts.gate_up_proj": Recipe(_GATE_UP, recipes.interleaved, by_slice=True, rows="across"),
         "mlp.experts.gate_up_proj_bias": Recipe(
             ("ffn_gate_exps.bias", "ffn_up_exps.bias"), recipes.interleaved_bias, by_slice=True
         ),
-        "mlp.experts.down_proj": Recipe(_DOWN, recipes.transposed, by_slice=True),
+        "mlp.experts.down_proj": Recipe(_DOWN, recipes.transposed, by_slice=True, rows="across"),
     },
 )
 _LLAMA4 = Architecture(
@@ -199,8 +206,10 @@ _LLAMA4 = Architecture(
     router="router",
     shared="shared_expert",
     made={
-        "feed_forward.experts.gate_up_proj": Recipe(_GATE_UP, recipes.side_by_side, by_slice=True),
-        "feed_forward.experts.down_proj": Recipe(_DOWN, recipes.transposed, by_slice=True),
+        "feed_forward.experts.gate_up_proj": Recipe(
+            _GATE_UP, recipes.side_by_side, by_slice=True, rows="across"
+        ),
+        "feed_forward.experts.down_proj": Recipe(_DOWN, recipes.transposed, by_slice=True, rows="across"),
     },
 )
 _BLOCK = {"moe": "block_sparse_moe", "projections": ("w1", "w3", "w2")}
@@ -214,9 +223,11 @@ _GRANITE = Architecture(
     },
     made={
         **_rope_rows(),
-        "block_sparse_moe.input_linear.weight": Recipe(_GATE_UP, recipes.stacked(3), by_slice=True),
+        "block_sparse_moe.input_linear.weight": Recipe(
+            _GATE_UP, recipes.stacked(3), by_slice=True, rows="moved"
+        ),
         "shared_mlp.input_linear.weight": Recipe(
-            ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), recipes.stacked(2)
+            ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), recipes.stacked(2), rows="moved"
         ),
     },
 )

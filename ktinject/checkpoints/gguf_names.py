@@ -134,7 +134,7 @@ def _made(wanted: _Wanted, entries: Mapping[str, Entry], namer: _Namer, path: Pa
         shape, make = wanted.recipe.find(namer.number, *(entries[part].shape for part in parts))
     except Misfit as error:
         raise CheckpointError(f"{path}: tensor {shown(parts[0])} {error}. {DOWNLOAD_AGAIN}") from None
-    return Made(parts, shape, make, wanted.recipe.by_slice)
+    return Made(parts, shape, make, wanted.recipe.by_slice, wanted.recipe.rows)
 
 
 class _Namer:

@@ -22,7 +22,7 @@ Source: `modify_tensors` of the classes in llama.cpp's conversion/.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,11 +44,13 @@ class Recipe(NamedTuple):
     parts    names of the tensors in the file, behind the layer's
     find     numbers and the parts' shapes → `Found`. Raises Misfit
     by_slice slices of the weight's first dimension are made of the same slices of its parts
+    rows     as `Made` says
     """
 
     parts: tuple[str, ...]
     find: Callable[..., Found]
     by_slice: bool = False
+    rows: Literal["", "moved", "across"] = ""
 
 
 def number_of(metadata: Mapping[str, Any], architecture: str) -> Numbers:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 
@@ -125,12 +125,15 @@ class Made(NamedTuple):
     shape     of the weight
     make      decoded parts → the weight [*shape]. Raises ValueError for values that cannot be
     by_slice  a slice of its first dimension is made of the same slices of its parts
+    rows      what becomes of rows of inputs, which may be blocks, or codes and scales of groups: moved; across, which
+              is moved with the last two dimensions exchanged; "": their values change, or they are cut
     """
 
     parts: tuple[str, ...]
     shape: tuple[int, ...]
     make: Callable[..., torch.Tensor]
     by_slice: bool
+    rows: Literal["", "moved", "across"] = ""
 
 
 class Reader(ABC):

@@ -103,7 +103,8 @@ class WeightReader:
 
     def portion(self, portion: Portion) -> Any:
         """Read a portion as its operator takes it. Raises CheckpointError."""
-        return self.stored(portion.key) if portion.is_stored else self(portion.key, portion.index)
+        read = self.stored if portion.is_stored else self
+        return read(portion.key, portion.index)
 
     def bytes_of(self, portion: Portion) -> int:
         """Bytes that reading a portion takes, about: as stored and, where it is decoded, as floats."""
@@ -122,10 +123,14 @@ class WeightReader:
         """Whether a weight is in a format that an operator loads without decoding. Raises CheckpointError."""
         return bool(takes) and self._checkpoint.format_of(key).is_taken(takes)
 
-    def stored(self, key: str) -> Stored:
-        """Read a weight that `is_in` such a format, or its part from `cuts`. Raises CheckpointError."""
-        value = self._checkpoint.stored(key)
-        self._advance(self._checkpoint.bytes_of(key))
+    def is_by_slice(self, key: str) -> bool:
+        """Whether a weight that `is_in` such a format is a stack that can be read so, one matrix at a time."""
+        return self._checkpoint.format_of(key).by_slice and key not in self._cuts
+
+    def stored(self, key: str, index: int | None = None) -> Stored:
+        """Read a weight that `is_in` such a format, its part from `cuts`, or a slice. Raises CheckpointError."""
+        value = self._checkpoint.stored(key, index)
+        self._advance(self._checkpoint.bytes_of(key) // (1 if index is None else self.shape(key)[0]))
         cut = self._cuts.get(key)
         try:
             return value if cut is None else value.narrow(cut.dim, cut.start, cut.length)
@@ -220,13 +225,14 @@ def _portions(
         operator = operators[path]
         for source in plan.mapping.targets.get(f"{path}.{name}", ()):
             key, expert, part = source.key, source.expert, source.part
-            if read.is_in(key, operator.native_formats):
-                found.append(Portion(path, name, key, None, True, expert, part))
-            elif expert is None and operator.per_expert:
+            # A bias is a number for each output, whatever blocks a file has it in.
+            stored = not name.endswith("bias") and read.is_in(key, operator.native_formats)
+            by_slice = read.is_by_slice(key) if stored else True
+            if expert is None and operator.per_expert and by_slice:
                 experts = range(read.shape(key)[0])
-                found += [Portion(path, name, key, index, False, index, part) for index in experts]
+                found += [Portion(path, name, key, index, stored, index, part) for index in experts]
             else:
-                found.append(Portion(path, name, key, None, False, expert, part))
+                found.append(Portion(path, name, key, None, stored, expert, part))
     positions = {key: position for position, key in enumerate(checkpoint.tensors)}
     found.sort(key=lambda portion: positions[checkpoint.tensors_of(portion.key)[0]])
     return found

@@ -273,7 +273,7 @@ def _values(made: Operator, matched: MatchedModule) -> str:
     shapes = made.parameter_shapes()
     found: dict[str, dict[str, None]] = {}
     for name, form, _ in matched.sources():
-        if name in shapes and form.name != "float" and not form.is_plain:
+        if name in shapes and not name.endswith("bias") and form.name != "float" and not form.is_plain:
             found.setdefault(made.keeping(form), {})[form.name] = None
     return "; ".join(f"{word} ({', '.join(names)})" for word, names in found.items())
 

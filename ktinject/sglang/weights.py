@@ -211,11 +211,12 @@ def _load_piece(
     part: int | None,
 ) -> None:
     form = checkpoint.format_of(key)
-    if not form.is_taken(made.native_formats) or made.misfit_of(name, form, part):
+    taken = form.is_taken(made.native_formats) and not name.endswith("bias")
+    if not taken or made.misfit_of(name, form, part):
         made.load(name, checkpoint.decode(key, index), place, part)
         return
-    if index is None:
-        made.load_stored(name, checkpoint.stored(key), place, part)
+    if index is None or form.by_slice:
+        made.load_stored(name, checkpoint.stored(key, index), place, part)
         return
     if key not in kept:  # of all experts, and the next one is asked for next
         kept[key] = checkpoint.stored(key)

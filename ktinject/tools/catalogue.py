@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import typing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
 from torch import nn
@@ -136,8 +138,9 @@ def summary(operator: type[Operator]) -> str:
 def arguments(operator: type[Operator]) -> list[Argument]:
     """What a rule can give to an operator, with the comments that its Config has beside the fields, or above them."""
     comments = dict(_comments(reversed(operator.Config.__mro__[:-1])))
+    types = typing.get_type_hints(operator.Config)  # an alias as what it stands for
     return [
-        Argument(field.name, _allowed(field.type), _default(field), comments.get(field.name, ""))
+        Argument(field.name, _allowed(types[field.name]), _default(field), comments.get(field.name, ""))
         for field in dataclasses.fields(operator.Config)
     ]
 
@@ -149,9 +152,11 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _allowed(annotation: Any) -> str:
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    text = re.sub(r"(?:typing\.)?Literal\[(.*?)\]", lambda words: words[1].replace(", ", " | "), text)
-    return re.sub("[\"']", "", text)
+    if typing.get_origin(annotation) is typing.Literal:
+        return " | ".join(map(str, typing.get_args(annotation)))
+    if typing.get_origin(annotation) in (typing.Union, UnionType):
+        return " | ".join(map(_allowed, typing.get_args(annotation)))
+    return "None" if annotation is type(None) else inspect.formatannotation(annotation)
 
 
 def _comments(configs: Iterable[type]) -> Iterator[tuple[str, str]]:
@@ -160,10 +165,9 @@ def _comments(configs: Iterable[type]) -> Iterator[tuple[str, str]]:
             source = inspect.getsource(config)
         except (OSError, TypeError):  # a class that was made at run time
             continue
-        for above, name, behind in re.findall(
-            r"(?:^    # (.*)\n)?^    (\w+): .*?(?:  # (.*))?$", source, re.M
-        ):
-            yield name, _phrase(behind or above)
+        found = re.findall(r"((?:^    # .*\n)*)^    (\w+): .*?(?:  # (.*))?$", source, re.M)
+        for above, name, behind in found:
+            yield name, _phrase(behind or " ".join(re.findall("# (.*)", above)))
 
 
 def _phrase(comment: str) -> str:

@@ -35,6 +35,7 @@ class Format:
     is_ordered  a table says the group of each input, which may be any
     scales      dtype of the scales of codes, as headers name it; "" where that says nothing
     is_divided  what is for all of a matrix divides its scales
+    by_slice    of a stack, `stored_slice` gives one matrix
     """
 
     name: str
@@ -48,6 +49,7 @@ class Format:
     is_ordered: bool = False
     scales: str = ""
     is_divided: bool = False
+    by_slice: bool = False
 
     def is_taken(self, native_formats: Collection[str]) -> bool:
         """Whether this is one of these encodings; "int4" are all groups, "int4/64" and "int4/64 zeros" some."""
@@ -72,10 +74,10 @@ class Format:
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight [n, k] in integers of 4 or 8 bits.
+    """A weight [..., n, k] in integers of 4 or 8 bits, or [..., k, n] where a parameter is so; then all of it is.
 
-    codes       [n, k] uint8, 0 to 15 or 255
-    scales      [n, groups], float
+    codes       [..., n, k] uint8, 0 to 15 or 255
+    scales      [..., n, groups], float
     zeros       [n, groups] uint8, as codes; None: the middle everywhere, 8 or 128
     group_of    [k] int64, the group of each input; None: groups are equal and in order
     bits        4 or 8
@@ -300,6 +302,10 @@ class SourceFormat(ABC):
     def stored(self, reader: Reader, key: str, form: Format) -> Stored:
         """Read the weight undecoded, for operators that list the format as one that they take so."""
         raise NotImplementedError(f"{form.name} is read decoded only")
+
+    def stored_slice(self, reader: Reader, key: str, form: Format, index: int) -> Stored:
+        """The same, of one slice of the first dimension of a weight whose format is `by_slice`."""
+        raise NotImplementedError(f"{form.name} is read whole")
 
 
 def no_expert_of_a_matrix(reader: Reader, key: str, index: int | None, shape: tuple[int, ...]) -> None:

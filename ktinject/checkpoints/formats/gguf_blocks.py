@@ -81,24 +81,33 @@ class GgufBlocks(SourceFormat):
         return (key,) if info is not None and info.dtype in TYPES else ()
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
-        dtype = reader.tensors[key].dtype
+        dtype, is_stack = reader.tensors[key].dtype, len(reader.tensors[key].shape) > 2
         # MXFP4 of gpt-oss's own checkpoints lies in other tensors, in another order.
         if dtype == "MXFP4":
             return Format("gguf_mxfp4", encoding="mxfp4", exact_in=("bf16", "mxfp4"))
         if dtype == "Q4_0":
-            return Format("q4_0", group_size=_Q4_0_GROUP, encoding="int4", scales="F16")
-        return Format(dtype.lower(), encoding=dtype.lower() if dtype in _KEPT else "")
+            return Format("q4_0", group_size=_Q4_0_GROUP, encoding="int4", scales="F16", by_slice=is_stack)
+        if dtype not in _KEPT:
+            return Format(dtype.lower())
+        return Format(dtype.lower(), encoding=dtype.lower(), by_slice=is_stack)
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         """fp32, as ggml dequantises them."""
         return values(reader.tensors[key].dtype, _blocks(reader, key, index))
 
     def stored(self, reader: Reader, key: str, form: Format) -> Stored:
+        return self._stored(reader, key, form, None)
+
+    def stored_slice(self, reader: Reader, key: str, form: Format, index: int) -> Stored:
+        return self._stored(reader, key, form, index)
+
+    @staticmethod
+    def _stored(reader: Reader, key: str, form: Format, index: int | None) -> Stored:
         kind = reader.tensors[key].dtype
         if kind != "Q4_0":
             inputs, size, _ = _LAYOUT[kind]
-            return GgufRows(form.name, _blocks(reader, key), inputs, size)
-        return int_packing.from_q4_0(_blocks(reader, key), reader.tensors[key].shape[-1])
+            return GgufRows(form.name, _blocks(reader, key, index), inputs, size)
+        return int_packing.from_q4_0(_blocks(reader, key, index), reader.tensors[key].shape[-1])
 
 
 def _blocks(reader: Reader, key: str, index: int | None = None) -> Tensor:

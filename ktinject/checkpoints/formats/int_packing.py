@@ -62,11 +62,11 @@ def from_packed(
 
 
 def from_q4_0(blocks: Tensor, k: int) -> Codes:
-    """blocks  [n, k / 32 · 18] uint8, as they lie in the file"""
-    each = blocks.view(-1, k // 32, 18)
+    """blocks  [..., n, k / 32 · 18] uint8, as they lie in the file"""
+    each = blocks.unflatten(-1, (k // 32, 18))
     scales = each[..., :2].contiguous().view(torch.float16).squeeze(-1)
     codes = torch.cat([each[..., 2:] & 15, each[..., 2:] >> 4], -1)
-    return Codes(codes.view(-1, k), scales)
+    return Codes(codes.flatten(-2), scales)
 
 
 def unless_middle(zeros: Tensor, bits: int = 4) -> Tensor | None:

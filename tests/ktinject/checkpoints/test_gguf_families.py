@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 import ktinject
+from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.formats import gguf_blocks
+from ktinject.checkpoints.formats.base import Codes
 
 pytest.importorskip("gguf")
 import gguf_families as families
@@ -57,6 +61,104 @@ def test_blocks_are_their_values(family: str, kind: str, tmp_path: Path) -> None
     found = loaded(blocks, EXPERTS)
     assert len(found.ktinject.replacements) == 2 and (kind in str(found.ktinject.notes)) == (kind != "BF16")
     assert logits(found).equal(logits(loaded(values, EXPERTS)))
+
+
+# What recipes make of rows, and of what they are kept: (family, kind, name of the weight, how its rows stand).
+MOVED = [
+    ("gpt_oss", "Q4_0", "mlp.experts.gate_up_proj", "across"),
+    ("gpt_oss", "Q4_0", "mlp.experts.down_proj", "across"),
+    ("llama4_text", "Q4_0", "feed_forward.experts.gate_up_proj", "across"),
+    ("granitemoeshared", "Q4_0", "block_sparse_moe.input_linear.weight", "moved"),
+    ("granitemoeshared", "Q4_0", "block_sparse_moe.output_linear.weight", "moved"),
+    ("granitemoeshared", "Q4_0", "shared_mlp.input_linear.weight", "moved"),
+    ("mixtral", "Q4_0", "self_attn.q_proj.weight", "moved"),
+    ("qwen3_next", "Q4_0", "linear_attn.in_proj_qkvz.weight", "moved"),
+    ("qwen3_5_moe_text", "Q4_0", "linear_attn.in_proj_qkv.weight", "moved"),
+    ("mixtral", "Q8_0", "self_attn.q_proj.weight", ""),
+    ("gpt_oss", "Q8_0", "mlp.experts.down_proj", ""),
+    ("qwen3_5_moe_text", "Q4_0", "linear_attn.out_proj.weight", ""),
+    ("deepseek_v3", "Q4_0", "self_attn.kv_b_proj.weight", ""),
+]
+
+
+def of_sizes(family: str) -> Any:
+    return families.model(family, hidden_size=64, intermediate_size=96, moe_intermediate_size=32)
+
+
+def values_of(stored: Codes, is_across: bool) -> torch.Tensor:
+    codes, scales = (t.mT if is_across else t for t in (stored.codes, stored.scales))
+    found = Codes(codes.reshape(-1, codes.shape[-1]), scales.reshape(-1, scales.shape[-1])).values()
+    return found.view(codes.shape).mT if is_across else found.view(codes.shape)
+
+
+@pytest.mark.parametrize(("family", "kind", "name", "rows"), MOVED)
+def test_codes_come_through_recipes_that_move_rows(
+    family: str, kind: str, name: str, rows: str, tmp_path: Path
+) -> None:
+    with Checkpoint.open(families.write(of_sizes(family), tmp_path / "a.gguf", kind)) as checkpoint:
+        key = next(key for key in sorted(checkpoint.weights) if key.endswith(name))
+        form, want = checkpoint.format_of(key), checkpoint.decode(key)
+        assert form.name == ("q4_0" if rows else "made") and bool(form.encoding) == bool(rows)
+        if not rows:
+            return
+        assert form.is_taken(["int4/32"]) and checkpoint.shape(key) == want.shape
+        assert values_of(checkpoint.stored(key), rows == "across").equal(want)
+        assert form.by_slice == (want.dim() == 3)
+        for index in range(len(want) if form.by_slice else 0):
+            assert values_of(checkpoint.stored(key, index), rows == "across").equal(want[index])
+
+
+def test_rows_of_k_quants_come_through_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of blocks are moved whole. The gguf package makes no K-quants, so their codes are random."""
+    quantize = families.gguf.quants.quantize
+
+    def drawn(values: Any, kind: Any) -> Any:
+        if kind != families.gguf.GGMLQuantizationType.Q4_K:
+            return quantize(values, kind)
+        return gguf_blocks.random_rows("q4_k", values.shape).rows.numpy()
+
+    monkeypatch.setattr(families.gguf.quants, "quantize", drawn)
+    heads = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    file = families.write(families.model("mixtral", **heads), tmp_path / "a.gguf", "Q4_K")
+    with Checkpoint.open(file) as checkpoint:
+        key = "model.layers.0.self_attn.q_proj.weight"
+        assert checkpoint.format_of(key).encoding == "q4_k"
+        rows = checkpoint.stored(key)
+        assert gguf_blocks.values("Q4_K", rows.rows).equal(checkpoint.decode(key))
+    model = ktinject.load(file, devices="cpu", progress=False)
+    (found,) = (r.runs for r in model.ktinject.replacements if r.path == key.removesuffix(".weight"))
+    assert found["weights"] == "q4_k" and found["values"] == "kept (q4_k)"
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoeshared", "mixtral", "llama4_text", "qwen3_moe"])
+def test_q4_0_is_kept_by_default(family: str, tmp_path: Path) -> None:
+    """By the bundled rules: every code as it is in the file, scales in bf16; and the logits of transformers."""
+    made = of_sizes(family)
+    blocks, values = (families.write(made, tmp_path / f"{n}.gguf", "Q4_0", decoded=bool(n)) for n in range(2))
+    model = ktinject.load(blocks, devices="cpu", dtype=torch.bfloat16, progress=False)
+    kept = 0
+    with Checkpoint.open(blocks) as checkpoint:
+        for replacement in model.ktinject.replacements:
+            operator = model.get_submodule(replacement.path)
+            for name in replacement.parameter_shapes:
+                pieces = model.ktinject.mapping.targets.get(f"{replacement.path}.{name}", [])
+                if name.endswith("bias") or len(pieces) != 1:
+                    continue
+                form = checkpoint.format_of(pieces[0].key)
+                if form.encoding != "int4" or replacement.operator == "cpu_router":
+                    continue
+                assert replacement.runs["values"] == "kept, scales rounded to bf16 (q4_0)"
+                stored = checkpoint.stored(pieces[0].key)
+                rounded = replace(stored, scales=stored.scales.bfloat16())
+                is_across = "experts" in replacement.path and family in ("gpt_oss", "llama4_text")
+                assert operator.unpack(name).equal(values_of(rounded, is_across)), replacement.path
+                kept += 1
+    assert kept >= 8
+    want, found = logits(loaded(values, NOTHING)), logits(model).float()
+    # Scales lose 2^-9, activations are int8, and the rest of this model is bf16. A router of random weights may choose
+    # another expert for a token by that.
+    error = ((found - want).norm(dim=-1) / want.norm(dim=-1))[0]
+    assert error.median() < 0.05
 
 
 def test_what_a_model_does_not_need_is_skipped_and_named(tmp_path: Path) -> None:
