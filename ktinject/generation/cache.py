@@ -102,7 +102,8 @@ class FixedCache:
     kinds           of the layers
     capacity        tokens that there is room for
     mask            [b, 1, 1, capacity] bool: what the next step may attend to
-    rings           window → [b, 1, 1, up to window] bool: the same of rings for that window
+    rings           window → [b, 1, 1, up to window] bool: the same of rings for that window, or such chunks
+    first           [b] int64: of the first token of a row that is not padding
     positions       [b, 1] int64: of the next tokens in their rows
     cache_position  [1] int64: of the next token in the cache
     places          window → [1] int64: its place in rings for that window
@@ -133,6 +134,7 @@ class FixedCache:
             States.of(layer) if kind.is_state else None for layer, kind in zip(like.layers, self.kinds)
         ]
         windows = sorted({kind.window for kind in self.kinds if kind.window is not None})
+        self._chunks = {kind.window for kind in self.kinds if kind.is_chunked}
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self._whole = [
@@ -145,6 +147,7 @@ class FixedCache:
             self.places = {window: torch.zeros_like(self.cache_position) for window in windows}
             self.mask = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device=device)
             self.rings = {window: self.mask[..., :window].clone() for window in windows}
+            self.first = torch.zeros(batch, dtype=torch.int64, device=device)
         self._used = 0  # tokens of this request
         self._written = 0  # tokens that keys and values hold, of this request or the one before
         self._buckets: dict[int, KVBucket] = {}
@@ -212,13 +215,17 @@ class FixedCache:
         if mask is not None:
             fill_rows(self.mask[:, 0, 0, :length], mask[:, :length] != 0)
         self.cache_position.fill_(length)
+        self.first.copy_(first_tokens(self.mask[:, 0, 0]))
         for window, ring in self.rings.items():
             self.places[window].fill_(length % window)
             # The next token's own place is that of the first one that its window does not show.
             shown = torch.arange(
                 max(0, length + 1 - window), min(length + 1, self.capacity), device=self.device
             )
-            ring.zero_().index_copy_(3, shown % window, self.mask.index_select(3, shown))
+            seen = self.mask.index_select(3, shown)
+            if window in self._chunks:
+                seen &= shown >= begin_of_chunk(length, self.first, window)[:, None, None, None]
+            ring.zero_().index_copy_(3, shown % window, seen)
         if positions is None or len(positions) == 1:
             self.positions.copy_(self.cache_position if positions is None else positions)
         else:
@@ -272,11 +279,16 @@ class FixedCache:
         for window, ring in self.rings.items():
             place, size = self.places[window], ring.shape[-1]
             torch.remainder(self.cache_position, window, out=place)
+            if window in self._chunks:
+                begins = begin_of_chunk(self.cache_position, self.first, window)
+                ring.logical_and_((begins != self.cache_position)[:, None, None, None])
             # A ring that is shorter than its window is full before the place is beyond its end.
             ring.index_fill_(3, place if size == window else place.clamp(max=size - 1), True)
 
     def advance_by(self, tokens: Tensor, order: Tensor) -> None:
         """What follows from so many tokens more of one row, as `advance` for each of them; the host may not know them.
+
+        Not for layers with chunks.
 
         tokens  [1] int64
         order   [n] int64: 0, 1 … n - 1, for any number of tokens from 1 to n
@@ -326,6 +338,19 @@ class FixedCache:
         longer = _empty(tensor, len(tensor), places)
         longer[:, :, : tensor.shape[2]].copy_(tensor)
         return longer
+
+
+def first_tokens(mask: Tensor) -> Tensor:
+    """[b]: how many places of padding each row of a mask [b, n] of bool begins with."""
+    return (mask.cumsum(1) == 0).sum(1)
+
+
+def begin_of_chunk(position: int | Tensor, first: Tensor, window: int) -> Tensor:
+    """[b]: where the chunk begins that a position is in.
+
+    first  [b] int64: of the first token of each row, from which chunks are counted
+    """
+    return position - (position - first) % window
 
 
 def _form(tensor: Tensor, kind: LayerKind) -> tuple[Any, ...]:

@@ -1,14 +1,15 @@
 """The layers of a step's cache: what they keep of the tokens before, in tensors that stay where they are.
 
 A layer that shows all tokens has a place for each of them. One with a sliding window is a ring, where position p has
-place p % window: attention does not depend on the order of rotated keys. One with linear attention has states of fixed
-size, in transformers' own cache layer, which writes to its tensors where they lie.
+place p % window: attention does not depend on the order of rotated keys. Chunked attention has such a ring, too, of
+which a step sees what belongs to its chunk. A layer with linear attention has states of fixed size, in transformers'
+own cache layer, which writes to its tensors where they lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -31,14 +32,17 @@ from ktinject.support import SUPPORTED, Support
 class LayerKind:
     """What a layer keeps of the tokens before.
 
-    window    of how many at most a step sees keys and values, its own included; None: of all
-    is_state  states of fixed size, or nothing at all; and no keys and values
-    indexed   beside keys and values, keys of an index by which attention chooses tokens; or room for them
+    window      of how many at most a step sees keys and values, its own included; None: of all
+    is_state    states of fixed size, or nothing at all; and no keys and values
+    indexed     beside keys and values, keys of an index by which attention chooses tokens; or room for them
+    is_chunked  a row's tokens, less the padding before them, are cut into pieces of `window`, and a step sees its own
+                piece up to itself
     """
 
     window: int | None = None
     is_state: bool = False
     indexed: bool = False
+    is_chunked: bool = False
 
 
 ALL_TOKENS = LayerKind()
@@ -178,7 +182,10 @@ class IndexedBucketLayer(BucketLayer):
 
 
 def kind_of(layer: Any) -> LayerKind:
-    """Of a layer of transformers' caches; a static one's window is cut to its length."""
+    """Of a layer of transformers' caches; a static one's window is cut to its length.
+
+    Such a layer does not know whether its attention is chunked; `kinds_of` does.
+    """
     if isinstance(layer, StaticSlidingWindowLayer):
         return LayerKind(int(layer.get_max_length()))
     is_state, indexed = not isinstance(layer, CacheLayerMixin), hasattr(layer, "update_indexer")
@@ -187,7 +194,15 @@ def kind_of(layer: Any) -> LayerKind:
 
 def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
     """Of a model's layers, as transformers makes caches for them."""
-    return [*map(kind_of, DynamicCache(config=config).layers)]
+    text = config.get_text_config(decoder=True)
+    types = getattr(text, "layer_types", None)
+    if types is None and getattr(text, "sliding_window", None) is None:
+        types = ["chunked_attention"] * text.num_hidden_layers  # those of its layers that have a window
+    kinds = [*map(kind_of, DynamicCache(config=config).layers)]
+    for index, name in enumerate((types or ())[: len(kinds)]):
+        if name == "chunked_attention" and kinds[index].window is not None:
+            kinds[index] = replace(kinds[index], is_chunked=True)
+    return kinds
 
 
 def tensors_of(layer: Any) -> tuple[Tensor, ...]:

@@ -1,8 +1,9 @@
 """The masks of a recorded step: which form a model takes them in, found by running it without its layers.
 
-A step attends to what a `KVBucket` says: of a layer with a sliding window to the last tokens of the window, of another
-one to all, and to none that is padding; layers with states of fixed size take no mask. Three calls show whether that is
-what the model means, and how its layers can be given these masks instead of some that it makes itself:
+A step attends to what a `KVBucket` says: of a layer with a sliding window to the last tokens of the window, of one
+with chunks to those of its own chunk, of another one to all, and to none that is padding; layers with states of fixed
+size take no mask. Three calls show whether that is what the model means, and how its layers can be given these masks
+instead of some that it makes itself:
 
     own masks     at a position beyond all windows: do they show the same, and are they of bool, or added to scores?
     one mask      does it reach every layer that attends, unchanged?
@@ -20,8 +21,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ktinject.errors import OperatorError
-from ktinject.generation.cache import KVBucket
-from ktinject.generation.cache_layers import BucketLayer, LayerKind, States, kind_of
+from ktinject.generation.cache import KVBucket, begin_of_chunk, first_tokens
+from ktinject.generation.cache_layers import BucketLayer, LayerKind, States, kinds_of
 from ktinject.hf.layers import Layers
 from ktinject.operators.probes import twin
 from ktinject.support import Support
@@ -98,7 +99,10 @@ def of_model(model: PreTrainedModel, kinds: Sequence[LayerKind] | None = None) -
     kinds  of its layers; None: those of the cache that transformers makes for it
     """
     like = DynamicCache(config=model.config).layers
-    kinds = [kind_of(layer) for layer in like] if kinds is None else kinds
+    kinds = kinds_of(model.config) if kinds is None else kinds
+    chunks = {kind.window for kind in kinds if kind.is_chunked}
+    if any(kind.window in chunks for kind in kinds if not kind.is_chunked):
+        return Support.no("some layers have chunks, and others a window, of as many tokens")
     longest = max((kind.window for kind in kinds if kind.window is not None), default=8)
     failed = None
     for more in (0, 1):  # that a layer returns behind the hidden states
@@ -181,9 +185,15 @@ class _Probe:
                 if found is not None:
                     return Support.no(f"layer {index}: its linear attention has a mask")
                 continue
-            first = 0 if kind.window is None else position + 1 - min(position + 1, kind.window)
-            if not _shows(found, mask[:, first : None if kind.window is None else position + 1]):
-                what = "all tokens" if kind.window is None else f"a window of {kind.window} tokens"
+            wanted, what = mask, "all tokens"
+            if kind.window is not None:
+                first = position + 1 - min(position + 1, kind.window)
+                wanted, what = mask[:, first : position + 1], f"a window of {kind.window} tokens"
+                if kind.is_chunked:
+                    begins = begin_of_chunk(position, first_tokens(mask), kind.window)
+                    at = torch.arange(first, position + 1, device=self._device)
+                    wanted, what = wanted & (at >= begins[:, None]), f"a chunk of {kind.window} tokens"
+            if not _shows(found, wanted):
                 return Support.no(f"layer {index}: its mask shows something else than {what}")
             if found is not None and found.dtype != torch.bool:
                 added = found.dtype

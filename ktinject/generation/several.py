@@ -358,6 +358,8 @@ def known_support(runner: GraphRunner, native: NativeDecoder | None) -> Support:
     cache = runner.cache
     if any(kind.indexed for kind in cache.kinds):
         return Support.no("a layer's index of tokens is not taken back on a GPU")
+    if any(kind.is_chunked for kind in cache.kinds):
+        return Support.no("its attention is chunked, and the tokens of a step may be in two chunks")
     if cache.rings and not cache.room:
         return Support.no("its rings have no room for tokens that are taken back")
     if len(cache.devices) > 1:

@@ -215,6 +215,8 @@ def _layer(
     attention: Any = layer.get_submodule(spec.attention.path)
     if isinstance(spec.attention, GatedDeltaSpec) != kind.is_state or kind.indexed:
         raise UnknownLayer(f"its cache is not what a {type(attention).__name__} needs")
+    if kind.is_chunked:
+        raise UnknownLayer("its attention is chunked")
     if isinstance(spec.attention, GatedDeltaSpec):
         native = _delta(spec.attention, attention, dtype, copies)
     elif isinstance(spec.attention, LatentAttentionSpec):

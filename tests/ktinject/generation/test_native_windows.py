@@ -228,6 +228,20 @@ class TestMasks:
         assert isinstance(refused, Support) == has_windows
         assert not has_windows or "its mask shows something else than a window of" in refused.reason
 
+    def test_of_chunks(self) -> None:
+        model = tiny(
+            "llama4_text", attention_chunk_size=20, layer_types=["chunked_attention", "full_attention"]
+        )
+        chunks, full = kinds = cache_layers.kinds_of(model.config)
+        assert kinds == [LayerKind(20, is_chunked=True), LayerKind()]
+        assert isinstance(masks.of_model(model, kinds), masks.Masks)
+        for other, what in ((LayerKind(20), "window"), (LayerKind(19, is_chunked=True), "chunk")):
+            refused = masks.of_model(model, [other, full])
+            assert isinstance(refused, Support)
+            assert refused.reason.startswith(f"layer 0: its mask shows something else than a {what} of")
+        refused = masks.of_model(model, [chunks, LayerKind(20)])
+        assert isinstance(refused, Support) and refused.reason.endswith("of as many tokens")
+
     def test_a_model_with_another_mask_is_refused(self) -> None:
         model = tiny("gpt_oss", sliding_window=16)
         odd(model.model, without_oldest)
