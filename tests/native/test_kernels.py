@@ -151,6 +151,51 @@ def test_a_token_has_the_same_bits_beside_any_others_and_with_any_instructions(w
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+@pytest.mark.parametrize(
+    "kernel", [r["name"] for r in TABLE if r["weights"] in k_quants.KINDS and r["available"]]
+)
+def test_the_largest_sums_of_k_quants(kernel):
+    """Codes, scales and minima at their ends beside activations of one size: what sums of 16 bits must hold, for many
+    rows as for one, over more blocks than are prepared at once.
+    """
+    torch.manual_seed(0)
+    rows, k, n = 256, 4096, 64
+    kind = next(name for name in k_quants.KINDS if kernel.endswith(name))
+    x = torch.ones(rows, k)
+    x[1] = -1
+    x[2, 1::2] = -1
+    x[3, 2::4] = x[3, 3::4] = -1
+    x[4:] = torch.randint(0, 2, (rows - 4, k)) * 2.0 - 1
+    blocks = k_quants.quantised(torch.randn(n, k), kind).view(n, k // 256, -1)
+    file_d = {
+        "q2_k": (80, 84),
+        "q3_k": (108, 110),
+        "q4_k": (0, 4),
+        "q5_k": (0, 4),
+        "q6_k": (208, 210),
+        "iq4_xs": (0, 2),
+    }
+    first, last = file_d[kind]  # d and m stay; all else is ones, zeros, or either
+    ends = torch.randint(0, 2, blocks.shape, dtype=torch.uint8) * 255
+    ends[: n // 4], ends[n // 4 : n // 2] = 255, 0
+    ends[n // 2 : n // 4 * 3] = torch.randint(0, 256, ends[n // 2 : n // 4 * 3].shape, dtype=torch.uint8)
+    ends[..., first:last] = blocks[..., first:last]
+    linear = _native.Linear(
+        out_features=n, in_features=k, weights=kind, group_size=0, has_bias=False, kernel=kernel
+    )
+    linear.allocate()
+    linear.load_blocks(ends.view(n, -1))
+    want, out = torch.empty(n, k), torch.empty(rows, n)
+    linear.unpack(want)
+    linear.forward(x, out)
+    size = x.abs().double() @ want.abs().double().T
+    assert ((out - x.double() @ want.double().T).abs() <= 2e-5 * size).all()
+    one = torch.empty(1, n)
+    for row in (0, 1, 2, 3, 200):
+        linear.forward(x[row : row + 1].clone(), one)
+        assert one[0].equal(out[row])
+
+
 @pytest.mark.parametrize("weights,tokens", [("int8", 3000), ("bf16", 5000)])
 def test_results_of_down_that_are_longer_than_the_caches(weights, tokens):
     """They are written past the caches, and above 512 MiB of working memory there are several passes; a token's result

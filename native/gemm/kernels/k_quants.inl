@@ -1,5 +1,5 @@
 // What the kernels of K-quants share: where the parts of a block lie, and the loops around them. An instruction set
-// adds `unpack_chunk`, and a class Rows<kFormat, M, kReady> whose run() computes M rows of a tile.
+// adds `unpack_chunk`, a class Rows<kFormat, M, kReady> whose run() computes M rows of a tile, and multiply<kFormat>().
 //
 // A few rows take codes apart as they pass. For more rows, the codes of a tile of 256 inputs are first written as bytes
 // to scratch, which stays in the L1 cache while all rows pass by.
@@ -122,27 +122,16 @@ inline void run(const KTile<kFormat>& tile, const KRows& rows, int take, const s
   else run<kFormat, Rows, kTake / 2, kReady>(tile, rows, take, bytes);
 }
 
-template <Format kFormat, template <Format, int, bool> class Rows, int kMost>
-void multiply(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-              std::byte* scratch) {
-  for_k_rows<kFormat, kMost>(
-      matrix, panels, count, rows, c, [&](const KTile<kFormat>& tile) { unpack(tile, scratch); },
-      [&](const KTile<kFormat>& tile, const KRows& some, int take, bool is_ready) {
-        if (is_ready) run<kFormat, Rows, kMost, true>(tile, some, take, scratch);
-        else run<kFormat, Rows, kMost, false>(tile, some, take, scratch);
-      });
-}
-
-#define KTINJECT_K_QUANT(ISA, FORMAT, MOST)                                                                    \
+#define KTINJECT_K_QUANT(ISA, FORMAT)                                                                          \
   void ISA##_##FORMAT(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, \
                       float* c, std::byte* scratch, const Epilogue*) {                                         \
-    multiply<Format::FORMAT, Rows, MOST>(matrix, panels, count, rows, c, scratch);                             \
+    multiply<Format::FORMAT>(matrix, panels, count, rows, c, scratch);                                         \
   }
-// The kernels of an instruction set, for at most so many rows at once; outside of the unnamed namespace.
-#define KTINJECT_K_QUANTS(ISA, MOST) \
-  KTINJECT_K_QUANT(ISA, q2_k, MOST)  \
-  KTINJECT_K_QUANT(ISA, q3_k, MOST)  \
-  KTINJECT_K_QUANT(ISA, q4_k, MOST)  \
-  KTINJECT_K_QUANT(ISA, q5_k, MOST)  \
-  KTINJECT_K_QUANT(ISA, q6_k, MOST)  \
-  KTINJECT_K_QUANT(ISA, iq4_xs, MOST)
+// The kernels of an instruction set; outside of the unnamed namespace.
+#define KTINJECT_K_QUANTS(ISA) \
+  KTINJECT_K_QUANT(ISA, q2_k)  \
+  KTINJECT_K_QUANT(ISA, q3_k)  \
+  KTINJECT_K_QUANT(ISA, q4_k)  \
+  KTINJECT_K_QUANT(ISA, q5_k)  \
+  KTINJECT_K_QUANT(ISA, q6_k)  \
+  KTINJECT_K_QUANT(ISA, iq4_xs)

@@ -103,9 +103,20 @@ class Rows {
   __m512i less_[M];
 };
 
+template <Format kFormat>
+void multiply(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+              std::byte* scratch) {
+  for_k_rows<kFormat, kMostRows>(
+      matrix, panels, count, rows, c, [&](const KTile<kFormat>& tile) { unpack(tile, scratch); },
+      [&](const KTile<kFormat>& tile, const KRows& some, int take, bool is_ready) {
+        if (is_ready) run<kFormat, Rows, kMostRows, true>(tile, some, take, scratch);
+        else run<kFormat, Rows, kMostRows, false>(tile, some, take, scratch);
+      });
+}
+
 }  // namespace
 
-KTINJECT_K_QUANTS(avx512, kMostRows)
+KTINJECT_K_QUANTS(avx512)
 
 }  // namespace ktinject::gemm
 
