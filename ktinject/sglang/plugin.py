@@ -4,7 +4,7 @@ It gives SGLang the module that it knows as kt_kernel, and mends what no module 
 is imported here: what is mended is replaced as soon as SGLang itself has imported it.
 
     kt_ep_wrapper             the experts on the GPU are scaled once; none of them, or a CPU alone, needs no GPU kernel
-    model_runner              a draft model keeps its experts; only decode steps defer
+    model_runner              a draft model keeps its experts; only decode steps defer; layers guess at the next
     runners of graphs         rows that only pad a batch ask for no expert, and long prompts may pass through the GPU
     scheduler                 a failure on the CPU ends the requests that were computed, not the server; who waits for a
                               step leaves its CPU to the experts
