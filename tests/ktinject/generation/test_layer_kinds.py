@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 import ktinject
-from ktinject.generation import masks
+from ktinject.generation import masks, several
 from ktinject.generation.cache import FixedCache
 from ktinject.generation.cache_layers import LayerKind, tensors_of
 from ktinject.generation.cuda import fused
@@ -201,6 +201,17 @@ def test_families_that_stay_eager_say_why(family: str) -> None:
         model.ktinject_decoding.graphs = SUPPORTED
         found = model.ktinject_decoding.explain(**request(1, 7, 4, padding=0)).reason
     assert found == REASONS[family]
+
+
+def test_candidates_in_chunks_say_why_they_are_left_to_transformers() -> None:
+    """A step of several tokens may end a chunk."""
+    model = model_of("llama4_text", CHUNKS)
+    decoding = model.ktinject_decoding
+    decoding.graphs = SUPPORTED
+    arguments = request(1, 17, 4, padding=0)
+    model.generate(**arguments)
+    found = several.known_support(decoding.runners[1], None)
+    assert found.reason == "its attention is chunked, and the tokens of a step may be in two chunks"
 
 
 class TestRings:
