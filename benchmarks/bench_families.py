@@ -39,8 +39,13 @@ class Counter:
 
     def _count(self, experts: CpuExperts, inputs: tuple[Any, ...]) -> None:
         ids = next((x for x in inputs if isinstance(x, torch.Tensor) and not x.is_floating_point()), None)
-        if ids is not None and len(ids) == 1:
-            self.bytes += experts.native.bytes * ids.shape[1] / experts.spec.num_experts
+        used, tokens = 0, 0
+        if ids is not None:
+            tokens, used = ids.shape
+        elif experts.spec.takes_rows:  # of every expert, zeros where the token does not go to it
+            tokens, used = len(inputs[0]) // experts.spec.num_experts, int(inputs[0].any(-1).sum())
+        if tokens == 1:
+            self.bytes += experts.native.bytes * used / experts.spec.num_experts
 
     def of_a_step(self, model: Any) -> float:
         ids = torch.zeros(1, 4, dtype=torch.int64, device=model.device)
@@ -60,6 +65,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="of shapes that do not say it")
     parser.add_argument("--weights", default="int4")
     parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a rule's variable, such as head=int4",
+    )
+    parser.add_argument(
         "--steps", type=int, default=64, help="tokens of a recorded request; of an eager one, a quarter"
     )
     parser.add_argument("-r", "--repetitions", type=int, default=3)
@@ -74,10 +86,10 @@ def main() -> None:
         shape, _, layers = named.partition(":")
         config = random_models.config(shape, int(layers or arguments.layers))
         variables = [f"experts={arguments.weights}"]
-        if arguments.device == "cpu":
+        if arguments.device == "cpu" and not any(text.startswith("dense=") for text in arguments.set):
             variables.append(f"dense={arguments.weights}")
         try:
-            model = _build(config, arguments.device, variables)
+            model = _build(config, arguments.device, variables, arguments.set)
         except KTInjectError as error:
             print(f"{named:24} {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
             continue
@@ -91,13 +103,20 @@ def main() -> None:
         record(lines, arguments.csv)
 
 
-def _build(config: Any, device: str | None, variables: list[str]) -> Any:
+def _build(config: Any, device: str | None, variables: list[str], asked: list[str]) -> Any:
+    """asked: those of `--set`, with which a model is built in any case."""
+
+    def build(variables: list[str]) -> Any:
+        return random_models.build(
+            config, devices=device, variables=rules.parse_overrides([*variables, *asked])
+        )
+
     try:
-        return random_models.build(config, devices=device, variables=rules.parse_overrides(variables))
+        return build(variables)
     except KTInjectError:
         if len(variables) == 1:
             raise
-        return random_models.build(config, devices=device, variables=rules.parse_overrides(variables[:1]))
+        return build(variables[:1])
 
 
 def _measure(model: Any, shape: str, config: Any, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -127,9 +146,10 @@ def _measure(model: Any, shape: str, config: Any, arguments: argparse.Namespace)
         )
         for us, count, name in where.kernels[:12]:
             print(f"    {us:8.1f} µs {count:6.1f} x {name[:110]}")
+    weights = " ".join([arguments.weights, *arguments.set])
     kernel = next((e.runs["kernel"] for e in model.ktinject.replacements if "expert" in e.path), "")
     return {
-        **about(arguments, shape, config.num_hidden_layers, weights=arguments.weights, kernel=kernel),
+        **about(arguments, shape, config.num_hidden_layers, weights=weights, kernel=kernel),
         **{"benchmark": "family", "routing": how, "tokens": 1, "us": round(1e6 / rate, 1)},
         **{"gb_s": round(read * rate / 1e9, 2), "roofline_us": round(1e6 / bound, 1)},
         **{"share": round(rate / bound, 3), "bound": "memory"},

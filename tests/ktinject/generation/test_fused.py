@@ -125,6 +125,26 @@ class TestLayersWithStates:
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "linears", [r".*(attn\..*|lm_head)", r".*(in_proj_qkv|in_proj_qkvz|q_proj)"], ids=["all", "some"]
+)
+class TestLayersWithInt4:
+    pytestmark = gpu
+
+    def test_logits_are_those_of_transformers_kernels(self, batch: int, family: str, linears: str) -> None:
+        """Projections and the output layer by `int4_linear`; or some of a product's parts, and others of its own."""
+        match = {"path": linears, "class": "Linear"}
+        rules = [
+            {**EXPERTS, "replace": {"operator": "hybrid_experts"}},
+            {"name": "l", "match": match, "replace": {"operator": "int4_linear", "group_size": 32}},
+        ]
+        found, replaced = in_graphs_and_eagerly(rules, batch, family)
+        assert {"model.layers.0", "model.layers.1"} <= replaced
+        assert_same_logits(*found)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe"])
 class TestLayersWithWindows:
     pytestmark = gpu
