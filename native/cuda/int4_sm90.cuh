@@ -265,7 +265,7 @@ struct ClusterSum {
   // By one thread, before `barriers_ready`.
   static __device__ __forceinline__ void prepare(const Int4Arguments& p, int rank, uint64_t* arrived) {
     barrier_init(arrived, 1);
-    arrive_expecting(arrived, mine_of(p, rank) * p.sharers * 16);
+    arrive_expecting(arrived, mine_of(p, rank) * (p.sharers - 1) * 16);
   }
 
   // Hands sums to `use(thread, vector, sum)`. `parts`: shared memory for kItems float4, and for one more a
@@ -281,11 +281,17 @@ struct ClusterSum {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int item = i * kThreads + threadIdx.x, owner = __umulhi(item, inverse);
-      const uint32_t to = shared_address(parts + rank * each + item - owner * each);
+      float4* const part = parts + rank * each + item - owner * each;
+      if (owner == rank) {
+        *part = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+        continue;
+      }
+      const uint32_t to = shared_address(part);
       push(address_in(to, first + owner), sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3],
            address_in(shared_address(arrived), first + owner));
     }
     wait_for_previous();
+    sync_consumers<kThreads>();
     wait(arrived, 0);
     for (int item = threadIdx.x; item < mine; item += kThreads) {
       float4 all = make_float4(0, 0, 0, 0);
