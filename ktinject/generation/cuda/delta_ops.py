@@ -14,6 +14,8 @@ from ktinject.addresses import CODES, address, stream_of
 from ktinject.generation.cuda.decode_ops import Norm, prefetched
 from ktinject.support import SUPPORTED, Support
 
+_MOST_PARTS = _native.GATED_DELTA_MOST_PARTS  # of a head's columns
+
 
 class Projected(NamedTuple):
     """What the input projections give one token a row, for each head of keys and the n heads of values that share it.
@@ -148,8 +150,7 @@ def gated_delta(
         "dt_bias": (weights.dt_bias, heads),
         "norm": (norm.weight, value_size),
     }
-    parts_of_head = _native.GATED_DELTA_MOST_PARTS
-    scratch = torch.empty(rows, heads, value_size + parts_of_head, dtype=torch.float32, device=device)
+    scratch = torch.empty(rows, heads, value_size + _MOST_PARTS, dtype=torch.float32, device=device)
     out = torch.empty(rows, heads * value_size, dtype=dtype, device=device)
     _native.gated_delta(
         **parts,

@@ -41,12 +41,13 @@ def test_every_argument_of_every_bundled_rule_can_be_set(name: str) -> None:
         wanted = {field.name: another(field.name, hints[field.name], field.default)
                   for field in dataclasses.fields(config_class)}  # fmt: skip
         if "gpu_weights" in wanted:
-            wanted |= {"weights": "int4", "gpu_weights": "int4", "symmetric": True}  # which dynamic needs
-        # All of them are others than the default, but for zero points, and for arguments that have one value only.
+            # which dynamic needs
+            wanted |= {"weights": "int4", "gpu_weights": "int4", "symmetric": True, "ram_copy": True}
+        # All are others than the default, but for these, and for arguments that have one value only.
         same = {
             field.name for field in dataclasses.fields(config_class) if wanted[field.name] == field.default
         }
-        assert same <= {"symmetric"} | {key for key, kind in hints.items() if kind == Literal["auto"]}
+        assert same <= {"symmetric", "ram_copy"} | {key for key, kind in hints.items() if kind == Literal["auto"]}
         shown = {
             key: str(value).lower() if isinstance(value, bool) else value for key, value in wanted.items()
         }
@@ -57,6 +58,10 @@ def test_every_argument_of_every_bundled_rule_can_be_set(name: str) -> None:
         if "symmetric" in wanted:  # alone, it may be false
             off = rules.read(name, variables={f"{found.name}.symmetric": False}).rules[number]
             assert rules.check_arguments(off, config_class).symmetric is False
+        if "ram_copy" in wanted:
+            alone = {f"{found.name}.ram_copy": False, f"{found.name}.gpu_experts": 0.25}
+            gone = rules.read(name, variables=alone).rules[number]
+            assert rules.check_arguments(gone, config_class).ram_copy is False
 
 
 def read(**overrides: Any) -> tuple[rules.Rule, ...]:
