@@ -47,7 +47,9 @@ def test_every_argument_of_every_bundled_rule_can_be_set(name: str) -> None:
         same = {
             field.name for field in dataclasses.fields(config_class) if wanted[field.name] == field.default
         }
-        assert same <= {"symmetric", "ram_copy"} | {key for key, kind in hints.items() if kind == Literal["auto"]}
+        assert same <= {"symmetric", "ram_copy"} | {
+            key for key, kind in hints.items() if kind == Literal["auto"]
+        }
         shown = {
             key: str(value).lower() if isinstance(value, bool) else value for key, value in wanted.items()
         }
