@@ -305,7 +305,7 @@ class ReadyRows {
 
  private:
   // From here on the value is in a register. Left alone, the compiler holds all additions back, adds up as a tree and
-  // spills the products on the way: 0.6 times the speed (GCC 12 to 14).
+  // spills the products on the way: 0.6 times the speed.
   static KTINJECT_INLINE void keep(__m256i& value) { asm("" : "+x"(value)); }
 
   // Quads kFirst ... of 64 inputs, times s.
