@@ -108,18 +108,17 @@ class Layer:
         with weights.on_cpu():
             logical = weights.read_map(physical_to_logical, given.num_experts)
             is_first, self._waits = self._waits, False
-            self._is_ordered = logical == [*range(given.num_experts)]
-            self._take(weights.load(given, logical, self._nodes, is_first))
+            self._take(weights.load(given, logical, self._nodes, is_first), logical)
 
     def load_tensors(
         self, gate: Tensor, up: Tensor, down: Tensor, physical_to_logical: Tensor | None
     ) -> None:
         with weights.on_cpu():
             logical = weights.read_map(physical_to_logical, self.given.num_experts)
-            self._is_ordered = logical == [*range(self.given.num_experts)]
-            self._take(weights.pack(self.given, (gate, up, down), logical, self._nodes))
+            self._take(weights.pack(self.given, (gate, up, down), logical, self._nodes), logical)
 
-    def _take(self, experts: CpuExperts) -> None:
+    def _take(self, experts: CpuExperts, logical: list[int]) -> None:
+        self._is_ordered = logical == [*range(self.given.num_experts)]
         if self._handoff is not None:
             self._handoff.forget()
             self._old.append(self._handoff)

@@ -1,14 +1,18 @@
-"""Experts to hand work to, inputs, and what one plain call gives."""
+"""Experts to hand work to, inputs, what one plain call gives, and a GPU for plans."""
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from ktinject import _native, machine
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.offload import handoff
 from ktinject.operators.offload.handoff import Handoff
@@ -73,3 +77,15 @@ def by_rank(ids: Tensor, weights: Tensor, ranks: tuple[int, int]) -> Tensor:
         for slot in order[slice(*ranks)]:
             kept[row, slot] = theirs[slot]
     return kept
+
+
+def make_up_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans find a GPU of 16 GiB, where flags work."""
+    detect = machine.detect
+
+    def with_gpu(**how: Any) -> machine.Machine:
+        gpu = machine.Gpu(0, "made up", 1 << 34, 1 << 34, (9, 0))
+        return dataclasses.replace(detect(), gpus=(gpu,), no_gpu="")
+
+    monkeypatch.setattr(machine, "detect", with_gpu)
+    monkeypatch.setattr(_native, "why_no_flags", lambda device: "")

@@ -13,6 +13,7 @@ import pytest
 import reference
 import torch
 import transformers
+from handoff_cases import make_up_a_gpu
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -183,14 +184,7 @@ def test_auto_takes_what_is_left(profile: str) -> None:
 
 @needs_cuda_parts
 def test_the_plan_counts_them(tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    detect = machine.detect
-
-    def with_gpu(**how: Any) -> machine.Machine:
-        gpu = machine.Gpu(0, "made up", 1 << 34, 1 << 34, (9, 0))
-        return dataclasses.replace(detect(), gpus=(gpu,), no_gpu="")
-
-    monkeypatch.setattr(machine, "detect", with_gpu)
-    monkeypatch.setattr(_native, "why_no_flags", lambda device: "")
+    make_up_a_gpu(monkeypatch)
     config = transformers.AutoConfig.from_pretrained(tiny_qwen3_moe)
     sizes = {}
     for value in (0, 2, "auto"):

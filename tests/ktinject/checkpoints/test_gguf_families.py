@@ -39,6 +39,10 @@ def loaded(file: Path, rule: dict[str, Any]) -> Any:
     return ktinject.load(file, [rule], devices="cpu", dtype=torch.float32, progress=False)
 
 
+def of_sizes(family: str) -> Any:
+    return families.model(family, hidden_size=64, intermediate_size=96, moe_intermediate_size=32)
+
+
 @pytest.mark.parametrize("family", [name for name in families.FAMILIES if name in {*AVAILABLE, *REFUSED}])
 def test_a_file_alone_is_the_model(family: str, tmp_path: Path) -> None:
     made = families.model(family)
@@ -56,7 +60,7 @@ def test_a_file_alone_is_the_model(family: str, tmp_path: Path) -> None:
 )
 def test_blocks_are_their_values(family: str, kind: str, tmp_path: Path) -> None:
     """Also where recipes join experts, and put rows or inputs into another order."""
-    made = families.model(family, hidden_size=64, intermediate_size=96, moe_intermediate_size=32)
+    made = of_sizes(family)
     blocks, values = (families.write(made, tmp_path / f"{n}.gguf", kind, decoded=bool(n)) for n in range(2))
     found = loaded(blocks, EXPERTS)
     assert len(found.ktinject.replacements) == 2 and (kind in str(found.ktinject.notes)) == (kind != "BF16")
@@ -79,10 +83,6 @@ MOVED = [
     ("qwen3_5_moe_text", "Q4_0", "linear_attn.out_proj.weight", ""),
     ("deepseek_v3", "Q4_0", "self_attn.kv_b_proj.weight", ""),
 ]
-
-
-def of_sizes(family: str) -> Any:
-    return families.model(family, hidden_size=64, intermediate_size=96, moe_intermediate_size=32)
 
 
 def values_of(stored: Codes, is_across: bool) -> torch.Tensor:

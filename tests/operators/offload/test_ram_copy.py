@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,12 @@ import pytest
 import reference
 import torch
 import transformers
+from handoff_cases import make_up_a_gpu
 from torch import Tensor, nn
 
 import ktinject
-from ktinject import _native, machine
+from ktinject import _native
+from ktinject.cli.measure import resident_bytes
 from ktinject.errors import OperatorError
 from ktinject.operators import hybrid_experts
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts
@@ -83,20 +84,15 @@ def compute(experts: _native.Experts, *ids: int) -> Tensor:
     return out
 
 
-def memory_in_use() -> int:
-    """Bytes of this process that are in RAM."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 def test_what_leaves_ram_gives_its_memory_back_and_is_refused(weights: str) -> None:
     experts, _ = native(weights)
     kept = compute(experts, 0, 7, 11)
-    before = memory_in_use()
+    before = resident_bytes()
     gone = [1, 2, 3, 4, 5, 6, 8, 9, 10]
     for expert in gone:
         experts.release(expert)
-    assert before - memory_in_use() >= 0.9 * len(gone) * experts.released_bytes
+    assert before - resident_bytes() >= 0.9 * len(gone) * experts.released_bytes
     assert experts.released_bytes >= 0.9 * experts.bytes / 12
     assert torch.equal(compute(experts, 0, 7, 11), kept) and torch.equal(compute(experts, 0, 7, 11, -1), kept)
     assert not experts.absent(5), "they were loaded"
@@ -237,14 +233,7 @@ def test_without_a_gpu_it_has_no_effect() -> None:
 def test_the_plan_has_what_leaves_ram_on_the_gpu_alone(
     tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch, operator: str
 ) -> None:
-    detect = machine.detect
-
-    def with_gpu(**how: Any) -> machine.Machine:
-        made_up = machine.Gpu(0, "made up", 1 << 34, 1 << 34, (9, 0))
-        return dataclasses.replace(detect(), gpus=(made_up,), no_gpu="")
-
-    monkeypatch.setattr(machine, "detect", with_gpu)
-    monkeypatch.setattr(_native, "why_no_flags", lambda device: "")
+    make_up_a_gpu(monkeypatch)
     config = transformers.AutoConfig.from_pretrained(tiny_qwen3_moe)
     config.name_or_path, config.hidden_size, config.moe_intermediate_size = "", 256, 256  # pages of their own
     path = r".*\.experts" if operator == "hybrid_experts" else r".*\.mlp"
@@ -344,10 +333,10 @@ def test_ram_holds_only_what_the_gpu_does_not(cuda: str) -> None:
     used = {}
     for ram_copy in (True, False):
         made = built(leaf, cuda, gpu_experts=0.75, ram_copy=ram_copy, dynamic=False, prefill="gpu")
-        before = memory_in_use()
+        before = resident_bytes()
         made.allocate()
         load(made, leaf)
         made.finish()
-        used[ram_copy] = memory_in_use() - before
+        used[ram_copy] = resident_bytes() - before
     spared = 24 * made.native.released_bytes
     assert used[True] - used[False] >= 0.8 * spared, used
