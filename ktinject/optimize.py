@@ -293,6 +293,7 @@ def load(
             budget = said.budget if budget is None and max_memory is None else budget
             variables = said.variables if variables is None else variables
             context = said.context if context is None else context
+            ignore = ignore or said.ignore or ()
         return optimize(
             model,
             "auto" if rules is None else rules,

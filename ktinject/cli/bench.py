@@ -46,6 +46,7 @@ def command(
     variables: options.Set = None,
     device: options.Device = None,
     budget: options.Budget = None,
+    ignore: options.Ignore = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -141,7 +142,7 @@ def command(
             writes = [128]
         benchmark.check_lengths(config, prompts or [], writes or [])
         with options.one_voice(tp) as first:
-            title, swapped = _load(model, shape, layers, rules, variables, device, budget, tp)
+            title, swapped = _load(model, shape, layers, rules, variables, device, budget, tp, ignore)
             found = benchmark.run(swapped, prompts or [], writes or [], repetitions, batch)
             where = (
                 benchmark.profile(swapped, batch=batch, trace=trace if first else None)
@@ -182,6 +183,7 @@ def _load(
     device: list[str] | None,
     budget: list[str] | None,
     tp: bool,
+    ignore: list[str] | None,
 ) -> tuple[str, PreTrainedModel]:
     import torch
 
@@ -197,7 +199,8 @@ def _load(
     if tp:
         torch.manual_seed(0)  # all processes read the same prompts
     if folder is not None:
-        return folder.resolve().name, ktinject.load(folder, rules, progress=sys.stderr.isatty(), **kwargs)
+        kwargs |= {"progress": sys.stderr.isatty(), "ignore": ignore or ()}
+        return folder.resolve().name, ktinject.load(folder, rules, **kwargs)
     assert shape is not None
     config = random_models.config(shape, layers)
     return f"{shape} ({config.num_hidden_layers} layers)", random_models.build(config, rules, **kwargs)

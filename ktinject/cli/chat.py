@@ -33,6 +33,7 @@ def command(
     variables: options.Set = None,
     device: options.Device = None,
     budget: options.Budget = None,
+    ignore: options.Ignore = None,
     dtype: options.RestDtype = "auto",
     cache: options.Cache = "off",
     plugins: options.Plugins = None,
@@ -42,7 +43,7 @@ def command(
     from ktinject.serving.terminal import Session
 
     name, swapped, tokenizer = loaded.load(
-        model, rules, device, budget, dtype, variables, plugins, cache=cache
+        model, rules, device, budget, dtype, variables, plugins, cache=cache, ignore=ignore
     )
     sampling: dict[str, Any] = options.sampling(temperature, top_p, seed)
     session = Session(Conversation(swapped, tokenizer, system, new_tokens, **sampling), name, not plain)

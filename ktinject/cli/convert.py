@@ -28,6 +28,7 @@ def command(
     rules: options.RulesOrSaid = None,
     variables: options.Set = None,
     budget: options.Budget = None,
+    ignore: options.Ignore = None,
     dtype: options.RestDtype = "auto",
     plugins: options.Plugins = None,
 ) -> None:
@@ -40,7 +41,7 @@ def command(
     if out.exists():
         raise PlanError(f"{out}: it exists. Name a folder that does not.")
     options.check_writable(out, "OUT")
-    _, swapped, _ = loaded.load(model, rules, ["cpu"], budget, dtype, variables, plugins)
+    _, swapped, _ = loaded.load(model, rules, ["cpu"], budget, dtype, variables, plugins, ignore=ignore)
     try:
         inject.write_packed(swapped, out, shown=True)
         source = Path(swapped.ktinject.checkpoint)

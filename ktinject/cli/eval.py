@@ -94,6 +94,7 @@ def command(
     new_tokens: options.NewTokens = 64,
     device: options.Device = None,
     budget: options.Budget = None,
+    ignore: options.Ignore = None,
     dtype: options.RestDtype = "float32",
     plugins: options.Plugins = None,
     as_json: options.AsJson = False,
@@ -119,7 +120,11 @@ def command(
         ids = torch.tensor(
             tokenizer(options.read_text(text_file), add_special_tokens=False)["input_ids"][:tokens]
         )
-        places: dict[str, Any] = {"devices": device, "budget": options.parse_sizes(budget, "--budget")}
+        places: dict[str, Any] = {
+            "devices": device,
+            "budget": options.parse_sizes(budget, "--budget"),
+            "ignore": ignore or (),
+        }
 
         # All that can be refused, before the first model is loaded.
         on_meta = options.build_on_meta(model, dtype)

@@ -34,6 +34,7 @@ def load(
     plugins: list[str] | None,
     context: int | None = None,
     cache: str = "off",
+    ignore: list[str] | None = None,
 ) -> tuple[str, PreTrainedModel, PreTrainedTokenizerBase]:
     """What the options ask for: how the model is called, the model, its tokenizer. Raises as `ktinject.load`."""
     import ktinject
@@ -49,6 +50,7 @@ def load(
         dtype=dtype,
         variables=parse_overrides(variables or []),
         context=context,
+        ignore=ignore or (),
         cache="auto" if cache == "auto" else None,
     )
     return name, loaded, tokenizer

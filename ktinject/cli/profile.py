@@ -47,6 +47,7 @@ def command(
     variables: options.Set = None,
     device: options.Device = None,
     budget: options.Budget = None,
+    ignore: options.Ignore = None,
     dtype: options.RestDtype = "auto",
     plugins: options.Plugins = None,
     as_json: options.AsJson = False,
@@ -73,6 +74,7 @@ def command(
         arguments: dict[str, Any] = {
             "devices": device,
             "budget": options.parse_sizes(budget, "--budget"),
+            "ignore": ignore or (),
             "variables": parse_overrides(variables or []),
         }
         nothing = f"{rules}: no rule of it gives routed experts to an operator; there is nothing to count."

@@ -81,6 +81,7 @@ def command(
     variables: options.Set = None,
     device: options.Device = None,
     budget: options.Budget = None,
+    ignore: options.Ignore = None,
     dtype: options.RestDtype = "auto",
     cache: options.Cache = "off",
     plugins: options.Plugins = None,
@@ -95,7 +96,7 @@ def command(
     from ktinject.serving.server import Server, Settings
 
     folder_name, swapped, tokenizer = loaded.load(
-        model, rules, device, budget, dtype, variables, plugins, context, cache
+        model, rules, device, budget, dtype, variables, plugins, context, cache, ignore
     )
     limits = Limits(queue=queue, seconds=timeout, body=max_body_mib << 20, key=key)
     at_once = 1 if no_batching else batch

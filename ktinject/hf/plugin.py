@@ -18,7 +18,20 @@ from ktinject.rules import document
 from ktinject.rules.wording import did_you_mean
 
 METHOD = "ktinject"
-_ARGUMENTS = ("rules", "devices", "budget", "variables", "check_tensors", "tp", "context", "cache", "stored")
+_ARGUMENTS = (
+    *(
+        "rules",
+        "devices",
+        "budget",
+        "variables",
+        "check_tensors",
+        "tp",
+        "context",
+        "ignore",
+        "cache",
+        "stored",
+    ),
+)
 
 
 class KTInjectConfig(QuantizationConfigMixin):
@@ -29,8 +42,8 @@ class KTInjectConfig(QuantizationConfigMixin):
     without an argument.
 
     rules          a path, the name of bundled rules, "auto", a rule document as a dict, or a list of rules
-    devices, budget, variables, check_tensors, tp, context, cache   as `ktinject.optimize` takes them; `cache` is not
-                   saved: it is a matter of the machine
+    devices, budget, variables, check_tensors, tp, context, ignore, cache   as `ktinject.optimize` takes them; `cache`
+                   is not saved, as it is a matter of the machine, nor is `ignore`, which is one of the checkpoint
     stored         what config.json says of quantised weights, where "ktinject" has taken its place there: the
                    `quantization_config` that the checkpoint came with
     Raises         PlanError for an argument that is unknown, or whose value no config.json can hold
@@ -45,6 +58,7 @@ class KTInjectConfig(QuantizationConfigMixin):
         check_tensors: bool = False,
         tp: bool = False,
         context: int | None = None,
+        ignore: Sequence[str] | None = None,
         cache: str | None = None,
         stored: Mapping[str, Any] | None = None,
         **others: Any,
@@ -70,6 +84,7 @@ class KTInjectConfig(QuantizationConfigMixin):
         self.check_tensors = _of("check_tensors", check_tensors, bool, "true or false")
         self.tp = _of("tp", tp, bool, "true or false")
         self.context = _of("context", context, int | None, "a number of tokens")
+        self.ignore = _of("ignore", ignore, list | tuple | None, "a list of patterns of whole names")
         self.cache = _of("cache", cache, str | None, "auto")
         self.stored = _of("stored", stored, Mapping | None, "a quantization_config of a config.json")
 
@@ -85,7 +100,7 @@ class KTInjectConfig(QuantizationConfigMixin):
 
         Raises  RuleError as reading the file does
         """
-        values = {**self.to_dict(), "stored": None, "cache": None}
+        values = {**self.to_dict(), "stored": None, "cache": None, "ignore": None}
         if isinstance(self.rules, str | Path) and not is_name(self.rules):
             values["rules"] = document.from_file(*language.locate(self.rules)).plain()
         return KTInjectConfig(**values)

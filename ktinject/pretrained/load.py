@@ -63,6 +63,7 @@ def from_pretrained(
                 check_tensors=asked.check_tensors,
                 tp=asked.tp,
                 context=asked.context,
+                ignore=asked.ignore or (),
                 cache=asked.cache,
             )
     if read.generation_config is not None:

@@ -11,8 +11,10 @@ from importlib.metadata import version
 
 import prepared
 import pytest
+import typer
 
 import ktinject.tools.doctor
+from ktinject.cli import app
 from ktinject.errors import CheckpointError, KTInjectError, OperatorError, PlanError, RuleError
 
 COMMANDS = ["plan", "run", "eval", "doctor", "rules"]
@@ -31,6 +33,17 @@ def test_help_names_every_command(ktinject):
 def test_help_of_a_command(ktinject, command):
     assert f"ktinject {command}" in ktinject(command, "--help").stdout
     assert ktinject(command, "-h").stdout == ktinject(command, "--help").stdout
+
+
+def test_what_a_refusal_advises_is_an_option_of_each_command_that_loads():
+    """A checkpoint with a tensor too many is refused with `--ignore`, whichever command it is given to."""
+    commands = typer.main.get_command(app).commands
+    options = {
+        name: {option for one in command.params for option in one.opts} for name, command in commands.items()
+    }
+    loads = {name for name, found in options.items() if "--budget" in found}
+    assert loads >= {"plan", "fit", "run", "convert", "chat", "serve", "eval", "profile", "bench"}
+    assert all("--ignore" in options[name] for name in loads)
 
 
 @pytest.mark.parametrize("module", ["ktinject", "ktinject.cli"])

@@ -14,6 +14,7 @@ import torch
 from double import EXPERTS, saved
 from gguf_by_hand import converted
 from models import multimodal
+from plan_cases import changed
 from test_optimize import fp8  # noqa: F401  a fixture
 from transformers import (
     AutoModelForCausalLM,
@@ -113,6 +114,23 @@ def test_images_and_text(tmp_path: Path) -> None:
     folder = saved(multimodal.tiny("qwen3_vl_moe"), tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(folder, quantization_config=KTInjectConfig([EXPERTS]))
     assert_same(model, ktinject.load(folder, [EXPERTS], progress=False))
+
+
+def test_a_tensor_too_many_is_left_out_as_the_refusal_says(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    """By transformers' door, and from a config.json; what is saved has no such tensor and does not speak of it."""
+    path = changed(
+        tiny_qwen3_moe, tmp_path / "more", lambda tensors: tensors.update({"model.odd": torch.ones(2)})
+    )
+    with pytest.raises(CheckpointError, match=r"model\.odd\n.*ignore=\[patterns\]"):
+        door(path)
+    model = door(path, KTInjectConfig([EXACT], ignore=[r"model\.odd"]))
+    assert_same(model, door(tiny_qwen3_moe, KTInjectConfig([EXACT])))
+    model.save_pretrained(tmp_path / "saved")
+    assert "ignore" not in json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    config = json.loads((path / "config.json").read_text())
+    said = KTInjectConfig([EXACT], ignore=[r"model\.odd"]).to_dict()
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    assert_same(ktinject.load(path, progress=False), model)
 
 
 def test_a_name_in_the_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
