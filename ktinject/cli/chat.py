@@ -25,6 +25,7 @@ def command(
     rules: options.RulesOrSaid = None,
     system: System = None,
     file: File = None,
+    images: options.Images = None,
     new_tokens: options.NewTokens = 1024,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
@@ -49,4 +50,6 @@ def command(
     session = Session(Conversation(swapped, tokenizer, system, new_tokens, **sampling), name, not plain)
     for path in file or []:
         session.attach(path)
+    for path in images or []:
+        session.show(path)
     session.run()

@@ -6,14 +6,17 @@ the model with stock transformers, measures there, and answers in JSON.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,10 +46,17 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(model: PreTrainedModel, prompt: list[int], new_tokens: int, before_bytes: int) -> Measurement:
+def measure(
+    model: PreTrainedModel,
+    prompt: list[int],
+    new_tokens: int,
+    before_bytes: int,
+    more: Mapping[str, Any] | None = None,
+) -> Measurement:
     """Generate once more and measure it.
 
     before_bytes  resident before the model was loaded
+    more          of pictures in the prompt, as `evaluate.greedy` takes it
     Raises        PlanError if the prompt does not fit the model
     """
     import torch
@@ -54,7 +64,7 @@ def measure(model: PreTrainedModel, prompt: list[int], new_tokens: int, before_b
     from ktinject.tools import evaluate
 
     start = time.perf_counter()
-    tokens = evaluate.greedy(model, torch.tensor(prompt), new_tokens)
+    tokens = evaluate.greedy(model, torch.tensor(prompt), new_tokens, more=more)
     seconds = time.perf_counter() - start
     resident = resident_bytes()
     gpus = range(torch.cuda.device_count())
@@ -63,7 +73,13 @@ def measure(model: PreTrainedModel, prompt: list[int], new_tokens: int, before_b
 
 
 def measure_unswapped(
-    folder: Path, prompt: list[int], new_tokens: int, *, dtype: str, device_map: str | None
+    folder: Path,
+    prompt: list[int],
+    new_tokens: int,
+    *,
+    dtype: str,
+    device_map: str | None,
+    more: Mapping[str, Any] | None = None,
 ) -> Measurement | str:
     """The same for the model as transformers alone loads and runs it, in a fresh process; on the CPU the better of two.
 
@@ -72,13 +88,19 @@ def measure_unswapped(
     """
     if not (folder / "config.json").is_file():
         return "transformers alone loads a folder with config.json and safetensors"
-    request = {
+    request: dict[str, Any] = {
         "folder": str(folder),
         "prompt": prompt,
         "new_tokens": new_tokens,
         "dtype": dtype,
         "device_map": device_map,
     }
+    if more:
+        import torch
+
+        pictures = io.BytesIO()
+        torch.save(dict(more), pictures)
+        request["more"] = base64.b64encode(pictures.getvalue()).decode()
     process = subprocess.run(
         [sys.executable, "-m", __name__],
         input=json.dumps(request),
@@ -105,12 +127,15 @@ def _answer() -> None:
         request["folder"], dtype=request["dtype"], device_map=request["device_map"]
     ).eval()
     prompt, new_tokens = request["prompt"], request["new_tokens"]
-    evaluate.greedy(model, torch.tensor(prompt), new_tokens)
-    found = measure(model, prompt, new_tokens, before_bytes)
+    more = None
+    if "more" in request:
+        more = torch.load(io.BytesIO(base64.b64decode(request["more"])), weights_only=True)
+    evaluate.greedy(model, torch.tensor(prompt), new_tokens, more=more)
+    found = measure(model, prompt, new_tokens, before_bytes, more)
     # Between operations torch's threads spin, which is faster on idle cores and several times slower on shared ones. A
     # swapped model lets them sleep; the unswapped one gets the better of both.
     if request["device_map"] is None and openmp.let_threads_sleep():
-        again = measure(model, prompt, new_tokens, before_bytes)
+        again = measure(model, prompt, new_tokens, before_bytes, more)
         found = min(found, again, key=lambda each: each.seconds)
     json.dump(asdict(found), sys.stdout)
 

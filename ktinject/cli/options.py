@@ -117,6 +117,15 @@ Ignore = Annotated[
         "may be repeated.",
     ),
 ]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        metavar="PATH",
+        help="A picture before the first question, for a model that reads pictures; may be repeated.",
+        autocompletion=files,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Tp = Annotated[
     bool,

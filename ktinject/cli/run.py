@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,9 +15,10 @@ from ktinject.grid import Grid
 from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROMPT = "import unittest\n\n\nclass QueueTest(unittest.TestCase):\n    def setUp(self):\n"
+OF_PICTURES = "What is this?"
 
 Prompt = Annotated[
     str,
@@ -37,6 +39,7 @@ def command(
     model: options.Model,
     rules: options.Rules = "auto",
     prompt: Prompt = PROMPT,
+    images: options.Images = None,
     new_tokens: options.NewTokens = 64,
     compare: Compare = True,
     variables: options.Set = None,
@@ -59,7 +62,6 @@ def command(
 
     options.load_plugins(plugins)
     tokenizer = options.load_tokenizer(model)
-    text, ids = _encode(tokenizer, prompt)
     arguments: dict[str, Any] = {
         "checkpoint": model,
         "devices": device,
@@ -72,6 +74,11 @@ def command(
     with options.one_voice(tp) as first:
         before_bytes = resident_bytes()
         swapped = options.build_on_meta(model, dtype)
+        if images and prompt == PROMPT:
+            prompt = OF_PICTURES
+        text, ids, more = (
+            _see(swapped, model, prompt, images) if images else (*_encode(tokenizer, prompt), {})
+        )
         evaluate.check_prompt(swapped, torch.tensor(ids), new_tokens)
         plan = ktinject.plan(swapped, rules, **arguments)
         options.show(plan)
@@ -80,15 +87,15 @@ def command(
 
         typer.echo(f"\n{prompt}", nl=text != prompt)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        evaluate.greedy(swapped, torch.tensor(ids), new_tokens, streamer=streamer)
-        ours = measure(swapped, ids, new_tokens, before_bytes)
+        evaluate.greedy(swapped, torch.tensor(ids), new_tokens, streamer=streamer, more=more)
+        ours = measure(swapped, ids, new_tokens, before_bytes, more)
         columns: dict[str, Measurement | str] = {"swapped": ours}
         if compare and first:
             # Both models at once may not fit into memory.
             del swapped
             gc.collect()
             device_map = None if plan.device_map == {"": "cpu"} else "auto"
-            theirs = measure_unswapped(model, ids, new_tokens, dtype=dtype, device_map=device_map)
+            theirs = measure_unswapped(model, ids, new_tokens, dtype=dtype, device_map=device_map, more=more)
             columns = {"unswapped": theirs, "swapped": ours}
         options.show(_table(columns))
         for title, value in columns.items():
@@ -104,6 +111,17 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[str, list[
         [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
     )
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _see(
+    swapped: PreTrainedModel, model: Path, prompt: str, images: list[Path]
+) -> tuple[str, list[int], dict[str, Any]]:
+    """The same of a question about pictures, with what `generate` takes beside ids. Raises KTInjectError."""
+    from ktinject.hf import pictures
+
+    pictures.check_reads(swapped)
+    message = {"role": "user", "content": prompt, "images": images}
+    return "", *pictures.encode(pictures.load_processor(model), [message])
 
 
 def _table(columns: dict[str, Measurement | str]) -> Grid:

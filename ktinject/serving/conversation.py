@@ -3,14 +3,16 @@
     messages ── chat template ──► text ──► tokens ── those behind what the cache holds ──► generate ──► answer
                                                                  cache ◄─── all tokens but the last ───┘
 
-A model without a chat template goes on with the text: messages follow one another as they are.
+A model without a chat template goes on with the text: messages follow one another as they are. A conversation with
+pictures is read whole in each turn, by the model's own processor.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 
 from ktinject.errors import PlanError
 from ktinject.generation.cache_layers import ALL_TOKENS, kind_of, kind_support
+from ktinject.hf import pictures
 from ktinject.tools import evaluate
 
-Message = dict[str, str]
+Message = dict[str, Any]  # as hf/pictures.py has them
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Conversation:
         self._ids: list[int] = []  # in the cache
         self._all: list[int] = []  # of the last turn: those and the last one written, which together
         self._text = ""  # mean this
+        self._processor: Any = None
         self._forget()
 
     @property
@@ -105,15 +109,27 @@ class Conversation:
                 return last["content"]
         return None
 
-    def ask(self, text: str, show: Callable[[str], None]) -> Answer:
+    @property
+    def question(self) -> Message | None:
+        """The last one."""
+        return next((message for message in reversed(self.messages) if message["role"] == "user"), None)
+
+    def check_picture(self, file: Path) -> None:
+        """Raises  KTInjectError if a picture cannot be read, or the model reads none"""
+        pictures.check_reads(self.model)
+        pictures.read_picture(file)
+        self._pictures()
+
+    def ask(self, text: str, show: Callable[[str], None], images: Sequence[str] = ()) -> Answer:
         """Add a question and let the model answer. Ctrl-C ends the answer; what is there of it stays.
 
         show    called with each piece of the answer
-        Raises  PlanError if the conversation does not fit the model; it is then as it was
+        images  paths of pictures, before the question
+        Raises  PlanError if the conversation does not fit the model, or as `check_picture`; it is then as it was
         """
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": text, **({"images": [*images]} if images else {})})
         try:
-            whole, ids = self._tokens()
+            whole, ids, more = self._tokens()
             room = self.limit - len(ids)
             if room < 1:
                 raise PlanError(
@@ -124,23 +140,29 @@ class Conversation:
         except BaseException:
             self.messages.pop()
             raise
-        self._crop(ids)
-        return self._answer(whole, ids, min(room, self.longest), show)
+        if more:  # positions behind pictures are not those of tokens, so nothing is kept
+            self._forget()
+        else:
+            self._crop(ids)
+        return self._answer(whole, ids, more, min(room, self.longest), show)
 
-    def _answer(self, whole: str, ids: list[int], most: int, show: Callable[[str], None]) -> Answer:
+    def _answer(
+        self, whole: str, ids: list[int], more: dict[str, Any], most: int, show: Callable[[str], None]
+    ) -> Answer:
         read, streamer = len(ids) - self._cache.get_seq_length(), _Streamer(self.tokenizer, show)
         start, ended = time.perf_counter(), "interrupted"
         try:
             found = self.model.generate(
                 torch.tensor([ids], device=self.model.device),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=self.model.device),
-                past_key_values=self._cache,
                 streamer=streamer,
                 max_new_tokens=most,
                 **self.options,
+                **(pictures.placed(more, self.model) if more else {"past_key_values": self._cache}),
             )[0].tolist()
-            self._ids = found[: self._cache.get_seq_length()]
-            self._all, self._text = found, whole + self.tokenizer.decode(found[len(ids) :])
+            if not more:
+                self._ids = found[: self._cache.get_seq_length()]
+                self._all, self._text = found, whole + self.tokenizer.decode(found[len(ids) :])
             ended = "length" if len(streamer.tokens) >= most and not self._ends(found[-1]) else "stop"
         except KeyboardInterrupt:
             streamer.end()
@@ -164,8 +186,14 @@ class Conversation:
             ended=ended,
         )
 
-    def _tokens(self) -> tuple[str, list[int]]:
-        """The conversation as text and as tokens, which begin as those in the cache do where the text does."""
+    def _tokens(self) -> tuple[str, list[int], dict[str, Any]]:
+        """The conversation as text and as tokens, which begin as those in the cache do where the text does.
+
+        Third, what `generate` takes of pictures; with it, there is no text. Raises KTInjectError for pictures.
+        """
+        if any(message.get("images") for message in self.messages):
+            pictures.check_reads(self.model)
+            return "", *pictures.encode(self._pictures(), self.messages)
         if self.has_template:
             whole: Any = self.tokenizer.apply_chat_template(
                 self.messages, tokenize=False, add_generation_prompt=True
@@ -174,8 +202,14 @@ class Conversation:
             whole = "".join(message["content"] for message in self.messages)
         # An answer's tokens need not be those of its text.
         if self._text and whole.startswith(self._text) and whole != self._text:
-            return whole, self._all + self._encode(whole[len(self._text) :])
-        return whole, self._encode(whole, begins=not self.has_template)
+            return whole, self._all + self._encode(whole[len(self._text) :]), {}
+        return whole, self._encode(whole, begins=not self.has_template), {}
+
+    def _pictures(self) -> Any:
+        """The processor of the model's folder. Raises KTInjectError."""
+        if self._processor is None:
+            self._processor = pictures.load_processor(Path(self.model.ktinject.checkpoint))
+        return self._processor
 
     def _encode(self, text: str, begins: bool = False) -> list[int]:
         found: list[int] = self.tokenizer(text, add_special_tokens=begins)["input_ids"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class Session:
         self._notes = self._console if self._is_terminal else Console(stderr=True, soft_wrap=True)
         self._markdown = markdown and self._is_terminal
         self._attached: list[str] = []
+        self._images: list[str] = []
 
     def run(self) -> None:
         """Until the end of stdin, or /exit."""
@@ -65,13 +66,13 @@ class Session:
             except KeyboardInterrupt:  # before an answer began, or once more while it was ended
                 self._say("\n[dim]interrupted[/dim]")
 
-    def ask(self, text: str) -> None:
-        """One question, with the files that wait for it. Raises KTInjectError."""
+    def ask(self, text: str, images: Sequence[str] = ()) -> None:
+        """One question, with the files and pictures that wait for it. Raises KTInjectError."""
         if self._attached:
             text = "\n\n".join([*self._attached, text])
         with Display(self._console, self._markdown) as display:
-            answer = self._chat.ask(text, display.show)
-        self._attached = []
+            answer = self._chat.ask(text, display.show, [*images, *self._images])
+        self._attached, self._images = [], []
         self._say(f"[dim]{measured(answer)}[/dim]")
         if answer.ended == "length":
             self._say("[dim]The answer was cut: --max-new-tokens, or the end of the model's context.[/dim]")
@@ -93,6 +94,12 @@ class Session:
             fence += "`"
         self._attached.append(f"{file.name}:\n{fence}\n{text.rstrip()}\n{fence}")
         self._say(f"[dim]{escape(str(file))} goes before the next question[/dim]")
+
+    def show(self, picture: Path) -> None:
+        """Put a picture before the next question. Raises KTInjectError."""
+        self._chat.check_picture(picture)
+        self._images.append(str(picture.absolute()))
+        self._say(f"[dim]{escape(str(picture))} goes before the next question[/dim]")
 
     def _line(self) -> str | None:
         """What was typed; a line that ends with a backslash goes on. None at the end."""
@@ -137,7 +144,7 @@ class Session:
 
     def _clear(self, _: str) -> None:
         self._chat.clear()
-        self._attached = []
+        self._attached, self._images = [], []
         self._say("[dim]The conversation is forgotten, but for the system message.[/dim]")
 
     def _system(self, text: str) -> None:
@@ -148,10 +155,11 @@ class Session:
         self._say("[dim]The conversation begins anew.[/dim]")
 
     def _again(self, _: str) -> None:
-        question = self._chat.undo()
+        question = self._chat.question
         if question is None:
             raise PlanError("/again: nothing was asked yet.")
-        self.ask(question)
+        self._chat.undo()
+        self.ask(question["content"], question.get("images", ()))
 
     def _undo(self, _: str) -> None:
         if self._chat.undo() is None:
@@ -188,13 +196,22 @@ class Session:
             raise PlanError("/file: name a file.")
         self.attach(Path(name).expanduser())
 
+    def _image(self, name: str) -> None:
+        if not name:
+            raise PlanError("/image: name a picture.")
+        self.show(Path(name).expanduser())
+
     def _say(self, text: str) -> None:
         self._notes.print(text, highlight=False)
 
 
 def _are_messages(found: Any) -> bool:
     return isinstance(found, list) and all(
-        isinstance(one, dict) and one.get("role") in _ROLES and isinstance(one.get("content"), str)
+        isinstance(one, dict)
+        and one.get("role") in _ROLES
+        and isinstance(one.get("content"), str)
+        and isinstance(one.get("images", []), list)
+        and all(isinstance(file, str) for file in one.get("images", ()))
         for one in found
     )
 
@@ -202,6 +219,7 @@ def _are_messages(found: Any) -> bool:
 COMMANDS: dict[str, tuple[str, Callable[[Session, str], None]]] = {
     "help": ("what you can type", Session._help),
     "file": ("PATH  put a text file before the next question", Session._file),
+    "image": ("PATH  put a picture before the next question", Session._image),
     "system": (
         "TEXT  set the system message and begin anew; - for none; without TEXT show it",
         Session._system,

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ktinject.errors import OperatorError, PlanError
+from ktinject.hf import pictures
 
 CHUNK_BYTES = 64 << 20
 """Bytes of one fp64 piece of logits; a few such pieces live at once."""
@@ -128,13 +130,19 @@ def divergence(
 
 
 def greedy(
-    model: PreTrainedModel, prompt: Tensor, new_tokens: int, *, streamer: BaseStreamer | None = None
+    model: PreTrainedModel,
+    prompt: Tensor,
+    new_tokens: int,
+    *,
+    streamer: BaseStreamer | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """The greedy continuation of a prompt.
 
     prompt      [T] token ids, int64, T ≥ 1
     new_tokens  at most this many; fewer where the model ends
     streamer    is given each token as it comes
+    more        of pictures in the prompt, as `pictures.encode` gives it
     Raises      PlanError if prompt and continuation do not fit the model
     """
     check_prompt(model, prompt, new_tokens)
@@ -150,6 +158,7 @@ def greedy(
         top_p=None,
         top_k=None,
         streamer=streamer,
+        **pictures.placed(more or {}, model),
     )
     return written[0, len(prompt) :].tolist()
 
