@@ -90,6 +90,20 @@ def test_a_prompt_with_images(name: str, device: str, tmp_path: Path) -> None:
             assert decoding.last.startswith(("eager loop", "graph"))
 
 
+@pytest.mark.parametrize("name", [name for name in multimodal.AVAILABLE if name not in IMAGES])
+def test_a_prompt_with_a_picture_in_every_family(name: str, tmp_path: Path) -> None:
+    plain = multimodal.tiny(name)
+    model, prompt = load(saved(plain, tmp_path)), multimodal.image_prompt(name)
+    other = {**prompt, "pixel_values": -prompt["pixel_values"]}
+    assert written(plain, **other) != written(plain, **prompt), "an image that changes nothing shows nothing"
+    for asked in (prompt, other, prompt):
+        # Experts round activations to bf16, so of two tokens that are nearly even the other may come.
+        with torch.no_grad():
+            found, wanted = model(**asked).logits, plain(**asked).logits
+        assert (found - wanted).norm() <= 0.02 * wanted.norm()
+        assert written(model, **asked) == stock(model, **asked, max_new_tokens=10, do_sample=False).tolist()
+
+
 @pytest.mark.parametrize("name", [*IMAGES, "internvl", "qwen3_omni_moe_thinker"])
 def test_native_steps_behind_images(name: str, tmp_path: Path) -> None:
     """Their logits are those of transformers' steps, but for roundings."""

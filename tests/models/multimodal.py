@@ -326,7 +326,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "n_shared_experts": 1,
         },
         {
-            "sam_config": {**SAM},
+            "sam_config": {**SAM, "downsample_channels": [16, 40]},
             "encoder_config": {**COMMON, "num_hidden_layers": 1},
         },
         {"image_token_id": IMAGE},
@@ -358,25 +358,45 @@ def tiny(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return model
 
 
+# What a picture of 16 × 16 pixels (of the last two, 64 × 64) is to a family: its tokens in the text, the shape of its
+# pixel values, and what goes with them.
+_GRID = {"image_grid_thw": [[1, 4, 4]]}
+_PATCHES, _PIXELS = (16, 3 * 4 * 4), (1, 3, 16, 16)
+PICTURES: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
+    "aria": (4, _PIXELS, {"pixel_mask": [[[1] * 16] * 16]}),
+    "dots3_note": (4, _PATCHES, _GRID),
+    "ernie4_5_vl_moe": (4, _PATCHES, _GRID),
+    "internvl": (4, _PIXELS, {}),
+    "kimi_k25": (4, (16, 3, 4, 4), _GRID),
+    "lfm2_vl": (4, (1, *_PATCHES), {"pixel_attention_mask": [[1] * 16], "spatial_shapes": [[4, 4]]}),
+    "mistral3": (4, _PIXELS, {"image_sizes": [[16, 16]]}),
+    "mistral_large4": (4, _PIXELS, {"image_sizes": [[16, 16]]}),
+    "nemotron_h_omni": (4, _PATCHES, {"image_grid_hw": [[4, 4]]}),
+    "step3p7": (1, _PIXELS, {}),
+    "unlimited_ocr": (21, (1, 3, 64, 64), {}),
+    "deepseek_ocr2": (145, (1, 3, 64, 64), {}),
+}
+# Those whose models are told which tokens are of a picture.
+_TYPED = {"ernie4_5_vl_moe", "glm4v_moe", "glm5_next", "qwen3_5_moe", "qwen3_vl_moe"}
+
+
 def image_prompt(name: str, *, rows: int = 1, padding: int = 0) -> dict[str, Any]:
-    """What `generate` takes for a text with a picture of 16 patches, four tokens, in each row.
+    """What `generate` takes for a text with a picture in each row.
 
     padding  tokens before the text of the first row; the others have as many words more
     """
+    tokens, shape, others = PICTURES.get(name, (4, (16, 2 * 3 * 4 * 4), _GRID))
     words = torch.randint(3, 88, (rows, 9 + padding), generator=torch.Generator().manual_seed(1))
     words[0, :padding] = 0
-    picture = torch.tensor([[START, *[IMAGE] * 4, END]]).expand(rows, -1)
+    picture = torch.tensor([[START, *[IMAGE] * tokens, END]]).expand(rows, -1)
     ids = torch.cat([words[:, : padding + 4], picture, words[:, padding + 4 :]], dim=1)
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
-    patch = (3, 4, 4) if name == "kimi_k25" else (2 * 3 * 4 * 4,)
-    values = torch.randn(16 * rows, *patch, generator=torch.Generator().manual_seed(2))
-    found = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "pixel_values": values,
-        "image_grid_thw": torch.tensor([[1, 4, 4]]).expand(rows, -1),
-    }
-    if name != "kimi_k25":
+    values = torch.randn(shape[0] * rows, *shape[1:], generator=torch.Generator().manual_seed(2))
+    found = {"input_ids": ids, "attention_mask": mask, "pixel_values": values}
+    for key, value in others.items():
+        one = torch.tensor(value)
+        found[key] = one.expand(rows, *one.shape[1:])
+    if name in _TYPED:
         found["mm_token_type_ids"] = (ids == IMAGE).int()
     return found
