@@ -126,6 +126,24 @@ def test_gptq_version_2_stores_zero_points_as_they_are(tmp_path: Path) -> None:
     assert codes.zeros is not None and codes.zeros.equal(want.zeros)
 
 
+@pytest.mark.parametrize("k, has_table", [(192, False), (192, True), (10_944, True)])
+def test_a_last_group_may_be_smaller(k: int, has_table: bool, tmp_path: Path) -> None:
+    """GPTQ's groups of 128 where they do not divide the inputs, with g_idx and without."""
+    generator, groups = torch.Generator().manual_seed(3), -(-k // 128)
+    scales = (torch.rand(N, groups, generator=generator) / 50).half()
+    drawn = [
+        torch.randint(1, 16, (N, count), dtype=torch.uint8, generator=generator) for count in (k, groups)
+    ]
+    found = tensors("gptq", Codes(drawn[0], scales, drawn[1]), torch.arange(k, dtype=torch.int32) // 128)
+    if not has_table:
+        del found["g_idx"]
+    with write(tmp_path, found, CONFIGS["gptq"] | {"group_size": 128}) as checkpoint:
+        assert checkpoint.format_of(KEY).group_size == 128
+        values = checkpoint.decode(KEY)
+    steps, grid = (t.double().repeat_interleave(128, 1)[:, :k] for t in (drawn[1], scales))
+    assert values.double().equal((drawn[0].double() - steps) * grid)
+
+
 def test_activation_order_is_decoded(tmp_path: Path) -> None:
     want = drawn()
     assert want.zeros is not None
