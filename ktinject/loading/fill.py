@@ -119,16 +119,12 @@ class WeightReader:
         whole = self._checkpoint.bytes_of(portion.key)
         return whole if portion.index is None else whole // self.shape(portion.key)[0]
 
-    def is_in(self, key: str, takes: Collection[str]) -> bool:
-        """Whether a weight is in a format that an operator loads without decoding. Raises CheckpointError."""
-        return bool(takes) and self._checkpoint.format_of(key).is_taken(takes)
-
     def is_by_slice(self, key: str) -> bool:
-        """Whether a weight that `is_in` such a format is a stack that can be read so, one matrix at a time."""
+        """Whether a weight that is `encoding_taken` is a stack that can be read so, one matrix at a time."""
         return self._checkpoint.format_of(key).by_slice and key not in self._cuts
 
     def stored(self, key: str, index: int | None = None) -> Stored:
-        """Read a weight that `is_in` such a format, its part from `cuts`, or a slice. Raises CheckpointError."""
+        """Read a weight that is `encoding_taken`, its part from `cuts`, or a slice. Raises CheckpointError."""
         value = self._checkpoint.stored(key, index)
         self._advance(self._checkpoint.bytes_of(key) // (1 if index is None else self.shape(key)[0]))
         cut = self._cuts.get(key)
@@ -136,6 +132,19 @@ class WeightReader:
             return value if cut is None else value.narrow(cut.dim, cut.start, cut.length)
         except ValueError as error:
             raise CheckpointError(f"{self._checkpoint.path}: {key}: {error}.") from None
+
+
+def encoding_taken(operator: Operator, name: str, checkpoint: Checkpoint, key: str) -> str:
+    """The encoding in which an operator loads a weight without decoding it; "" if it is decoded.
+
+    name     the operator's parameter that the weight `key` of the checkpoint fills, or a part of it
+    Raises   CheckpointError as `Checkpoint.format_of`
+    """
+    # A bias is a number for each output, whatever blocks a file has it in.
+    if not operator.native_formats or name.endswith("bias"):
+        return ""
+    form = checkpoint.format_of(key)
+    return form.encoding if form.is_taken(operator.native_formats) else ""
 
 
 def from_checkpoint(
@@ -225,8 +234,7 @@ def _portions(
         operator = operators[path]
         for source in plan.mapping.targets.get(f"{path}.{name}", ()):
             key, expert, part = source.key, source.expert, source.part
-            # A bias is a number for each output, whatever blocks a file has it in.
-            stored = not name.endswith("bias") and read.is_in(key, operator.native_formats)
+            stored = bool(encoding_taken(operator, name, checkpoint, key))
             by_slice = read.is_by_slice(key) if stored else True
             if expert is None and operator.per_expert and by_slice:
                 experts = range(read.shape(key)[0])

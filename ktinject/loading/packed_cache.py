@@ -6,7 +6,7 @@ A file is for one checkpoint and one plan. Its key is a hash of all that its byt
 
 - of each file of the checkpoint the name, size and time of change, a hash of its header, and a few samples of its data;
 - what config.json says of the weights that are stored;
-- of each operator the format, the shapes, and which tensors it takes;
+- of each operator the format, the shapes, which tensors it takes, and in which encoding, where they are not decoded;
 - the version of the packed layout and of the file.
 
 The data itself is not hashed at every start. `ktinject cache verify` reads all of a file.
@@ -29,6 +29,7 @@ from ktinject import _native, env
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.checkpoints.packed import Block, PackedFile, PackedTensor, PackedWeights, Writer
 from ktinject.errors import CheckpointError
+from ktinject.loading.fill import encoding_taken
 from ktinject.loading.progress import progress
 from ktinject.loading.read_ahead import Pace, ReadAhead, packing_threads
 from ktinject.operators import Operator
@@ -39,6 +40,8 @@ logger = logging.getLogger("ktinject")
 
 SUFFIX = ".packed.safetensors"
 _STATE = "state of "
+# Of what a key says. 2: in which encoding each weight is taken.
+_KEY_VERSION = 2
 # Left free on a disk, for whoever else writes there.
 _SPARE_BYTES = 1 << 30
 
@@ -184,6 +187,11 @@ def write(path: Path, held: Mapping[str, PackedWeights], metadata: Mapping[str, 
         writer.finish()
 
 
+def layout() -> str:
+    """The version of the packed layout and of the key, as a file's metadata has it. Files of others are not used."""
+    return f"{_native.packed_version()}, key {_KEY_VERSION}"
+
+
 def identity(
     plan: Plan,
     operators: Mapping[str, Operator],
@@ -195,8 +203,16 @@ def identity(
     taken = {}
     for path, weights in held.items():
         names = [name for name in plan.swapped if name.startswith(f"{path}.")]
+        # What is taken as it is stored is not rounded again; and which formats are is this version's to say.
         sources = [
-            [name, piece.key, piece.expert, piece.part, repr(plan.cuts.get(piece.key))]
+            [
+                name,
+                piece.key,
+                piece.expert,
+                piece.part,
+                repr(plan.cuts.get(piece.key)),
+                encoding_taken(operators[path], name.removeprefix(f"{path}."), checkpoint, piece.key),
+            ]
             for name in names
             for piece in plan.mapping.targets.get(name, ())
         ]
@@ -206,11 +222,9 @@ def identity(
             if name in plan.mapping.conversions
         ]
         shapes = {name: [tensor.dtype, *tensor.shape] for name, tensor in weights.tensors.items()}
-        # What is taken as it is stored is not rounded again.
-        undecoded = sorted(operators[path].native_formats)
-        taken[path] = {"form": weights.form, "tensors": shapes, "takes": key_of([sources, undecoded])}
+        taken[path] = {"form": weights.form, "tensors": shapes, "takes": key_of(sources)}
     return {
-        "layout": _native.packed_version(),
+        "layout": layout(),
         "files": checkpoint.fingerprints(),
         "quantization": json.loads(json.dumps(dict(checkpoint.quantization), default=str)),
         "operators": taken,
@@ -225,7 +239,7 @@ def describe(identity: Mapping[str, Any]) -> dict[str, str]:
     """The identity as metadata, for people and for `ktinject cache list`."""
     forms = {name: found["form"] for name, found in identity["operators"].items()}
     return {
-        "layout": str(identity["layout"]),
+        "layout": identity["layout"],
         "quantization": json.dumps(identity["quantization"])[:10_000],
         **{f"file {number}": json.dumps(file) for number, file in enumerate(identity["files"])},
         **{f"form of {name}": form for name, form in forms.items()},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ktinject.checkpoints.packed import PackedFile, abandoned
 from ktinject.errors import CheckpointError
-from ktinject.loading.packed_cache import SUFFIX, folder_of_caches
+from ktinject.loading.packed_cache import SUFFIX, folder_of_caches, layout
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,7 @@ def _look_at(path: Path) -> Cached:
 
 def _state(source: str, metadata: dict[str, str] | object) -> str:
     assert isinstance(metadata, dict)
-    from ktinject import _native
-
-    if metadata.get("layout") != str(_native.packed_version()):
+    if metadata.get("layout") != layout():
         return "of another version of ktinject"
     folder = Path(source) if Path(source).is_dir() else Path(source).parent
     for name, text in metadata.items():

@@ -303,27 +303,31 @@ def test_an_open_checkpoint_is_read_as_the_config_says_and_stays_open(tmp_path: 
     assert_same(model, original)
 
 
+@pytest.mark.parametrize("kept_by_python", [0, 375])
 def test_only_what_a_load_makes_is_searched_for_garbage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept_by_python: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Python 3.12 keeps some objects of its own from searches: that is not the caller's doing."""
     folder, build, left_alone = saved(models.tiny("qwen3_moe"), tmp_path), inject.build, []
+    frozen = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen() + kept_by_python)
 
     def counted(*given: Any) -> Any:
-        left_alone.append(gc.get_freeze_count())
+        left_alone.append(frozen())
         return build(*given)
 
     monkeypatch.setattr(inject, "build", counted)
-    was = gc.get_freeze_count()
+    was = frozen()
     gc.unfreeze()
     try:
         ktinject.load(folder, [EXPERTS], progress=False)
-        assert left_alone[0] > 10_000 and gc.get_freeze_count() == 0
+        assert left_alone[0] > 10_000 and frozen() == 0
         with pytest.raises(CheckpointError):
             ktinject.load(tmp_path / "nothing", progress=False)
-        assert gc.get_freeze_count() == 0
+        assert frozen() == 0
         gc.freeze()
         ktinject.load(folder, [EXPERTS], progress=False)
-        assert gc.get_freeze_count() > 10_000, "what the caller does so stays"
+        assert frozen() > 10_000, "what the caller does so stays"
     finally:
         if not was:
             gc.unfreeze()

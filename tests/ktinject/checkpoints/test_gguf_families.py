@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ import torch
 import ktinject
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.checkpoints.formats import gguf_blocks
-from ktinject.checkpoints.formats.base import Codes
+from ktinject.checkpoints.formats.base import Codes, Format
+from ktinject.checkpoints.formats.made import MadeOfParts
 
 pytest.importorskip("gguf")
 import gguf_families as families
@@ -159,6 +160,51 @@ def test_q4_0_is_kept_by_default(family: str, tmp_path: Path) -> None:
     # another expert for a token by that.
     error = ((found - want).norm(dim=-1) / want.norm(dim=-1))[0]
     assert error.median() < 0.05
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_a_packed_cache_of_decoded_codes_is_not_used(
+    family: str, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was written when recipes had all codes decoded: int4 made of them anew has other values.
+
+    Of codes that reach -8 in each block, as ggml makes them, the same would be made again; others may lack it.
+    """
+    quantize = families.gguf.quants.quantize
+
+    def shifted(values: Any, kind: Any) -> Any:
+        blocks = quantize(values, kind)
+        if kind == families.gguf.GGMLQuantizationType.Q4_0:
+            codes = blocks.reshape(-1, 18)[:, 2:]
+            codes[:] = (codes & 0x77) + 0x33  # from -5 to 2
+        return blocks
+
+    monkeypatch.setattr(families.gguf.quants, "quantize", shifted)
+    file = families.write(of_sizes(family), tmp_path / "a.gguf", "Q4_0")
+    explicit = {"weights": "int4", "group_size": 32}
+    rules = [{**EXPERTS, "replace": {"operator": "cpu_experts", **explicit}}]
+    if family == "mixtral":
+        linear = {"operator": "cpu_linear", **explicit}
+        rules = [{"name": "b", "match": {"path": r".*self_attn\.q_proj"}, "replace": linear}]
+
+    def load(cache: Literal["auto"] | None) -> torch.Tensor:
+        model = ktinject.load(file, rules, devices="cpu", dtype=torch.float32, progress=False, cache=cache)
+        assert model.ktinject.replacements
+        return logits(model)
+
+    with monkeypatch.context() as before:
+        before.setattr(
+            MadeOfParts,
+            "detect",
+            lambda self, reader, key, held: Format("made", held, shape=reader.made[key].shape),
+        )
+        decoded = load("auto")
+    assert len(list(cache_folder.iterdir())) == 1
+    kept = load(None)
+    assert not kept.equal(decoded)
+    for _ in range(2):  # packed anew, and from the file that was written then
+        assert load("auto").equal(kept)
+        assert len(list(cache_folder.iterdir())) == 2
 
 
 def test_what_a_model_does_not_need_is_skipped_and_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import ktinject as package
+from ktinject.loading.packed_cache import layout
 
 
 def test_nothing_is_kept(ktinject, as_json, cache_folder: Path):
@@ -32,6 +33,11 @@ def test_list_verify_clear(ktinject, as_json, cache_folder: Path, tmp_path: Path
         raw.write(bytes([last[0] ^ 1]))
     assert "damaged" in ktinject("cache", "verify", path, exit_code=2).stderr
     assert as_json("cache", "clear", "--stale") == []
+
+    content, version = path.read_bytes(), layout().encode()
+    path.write_bytes(content.replace(version, b"0" * len(version), 1))
+    assert "of another version of ktinject" in ktinject("cache", "list").stdout
+    path.write_bytes(content)
 
     os.utime(model / "model.safetensors", (1, 1))
     assert "the checkpoint has changed" in ktinject("cache", "list").stdout

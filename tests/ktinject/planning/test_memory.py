@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from ktinject import rules
 from ktinject.operators import register_operator
+from ktinject.operators.probes.answer import Memory
 from ktinject.planning import memory
 from ktinject.planning.plan import Plan
 from ktinject.planning.planner import make
@@ -64,6 +65,14 @@ def test_masks_of_flex_attention_are_not_compiled(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("transformers.masking_utils.create_block_mask", create)
     assert memory.cached_values(model) == expected is not None
     assert model.config._attn_implementation == "flex_attention"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_cuda_is_not_started_to_count_what_is_cached(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: asked.append(True))
+    monkeypatch.setattr(memory, "_ANSWERS", Memory())
+    assert memory.cached_values(on_meta(models.tiny(family))) is not None and not asked
 
 
 def test_each_distinct_model_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
