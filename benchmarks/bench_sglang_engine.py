@@ -21,6 +21,8 @@ plain `generate` of that shape: hosts differ, so run it right before, on the sam
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 
 from sglang_answers import EXPERTS, same, soaked
 from sglang_speed import speed
@@ -42,6 +44,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--turns", type=int, default=2)
     given = parser.parse_args()
+    # Else SIGTERM would leave engines behind, which have sessions of their own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     if given.what == "speed":
         speed(given)
     elif not (same if given.what == "same" else soaked)(given):

@@ -195,6 +195,7 @@ def run(jobs: dict[str, dict[str, Any]], folder: Path, given: argparse.Namespace
     try:
         while waiting or running:
             for one in list(running):
+                one.tell()
                 if one.running.poll() is not None or time.monotonic() - one.began > given.seconds:
                     one.stop()
                     running.remove(one)

@@ -59,11 +59,17 @@ def engine(given: dict[str, Any], out: Path) -> None:
     rounds          their names: "alone" asks one prompt at a time, "soak" and "killed" are what `soak` does, and any
                     other asks all prompts together
     """
+    begun = time.monotonic()
     import sglang  # type: ignore[import-not-found]
 
-    begun = time.monotonic()
     made = sglang.Engine(model_path=given["model"], **given["options"])
     found: dict[str, Any] = {"start_s": time.monotonic() - begun}
+
+    def keep() -> None:
+        out.with_suffix(".part").write_text(json.dumps(found))
+        out.with_suffix(".part").rename(out)
+
+    keep()
     every = given["prompts"]
     together = (every * given["at_once"])[: max(given["at_once"], len(every))]
     for name in given["rounds"]:
@@ -74,8 +80,7 @@ def engine(given: dict[str, Any], out: Path) -> None:
             found[name] = made.loop.run_until_complete(soak(made, given, kill_after))
         else:
             found[name] = ask(made, together, given)[: len(every)]
-        out.with_suffix(".part").write_text(json.dumps(found))
-        out.with_suffix(".part").rename(out)
+        keep()
 
 
 def ask(made: Any, prompts: list[list[int]], given: dict[str, Any]) -> list[dict[str, Any]]:
@@ -202,6 +207,7 @@ class Engine:
         environ: dict[str, str] | None = None,
     ) -> None:
         self.name, self.began = name, time.monotonic()
+        self._told: list[str] = []
         file = name.replace(" ", "-").replace(",", "").replace("'", "")
         self.out, self.log = folder / f"{file}.json", folder / f"{file}.log"
         with self.log.open("w") as log:
@@ -221,6 +227,14 @@ class Engine:
         except ProcessLookupError:
             pass
         self.running.wait()
+
+    def tell(self) -> None:
+        """Print which rounds have come to their end since the last time."""
+        for name, value in self.found().items():
+            if name not in self._told:
+                what = f"started in {value:.0f} s" if name == "start_s" else f"{name} done"
+                print(f"# {self.name}: {what}; {time.monotonic() - self.began:.0f} s", flush=True)
+                self._told.append(name)
 
     def found(self) -> dict[str, Any]:
         return json.loads(self.out.read_text()) if self.out.exists() else {}

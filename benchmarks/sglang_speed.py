@@ -79,7 +79,7 @@ def register():
                 experts.load("gate_up_proj", (torch.randn(inner, hidden) * 0.02).bfloat16(), 0, half)
             experts.load("down_proj", (torch.randn(hidden, inner) * 0.02).bfloat16(), 0, None)
             experts.repeat(0)  # all alike, each with memory of its own
-            layer._take(experts)
+            layer._take(experts, [*range(given.num_experts)])
 
     wrapper.KTMoEWrapper.load_weights = load_weights
 """

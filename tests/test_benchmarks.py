@@ -329,6 +329,27 @@ def test_where_the_gpu_is_in_a_step_of_sglang(monkeypatch: pytest.MonkeyPatch) -
     assert "too few" in sglang_speed.parts(events[:4], 2)
 
 
+def test_layers_of_sglang_are_filled_without_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `bench_sglang_engine.py speed` has SGLang's processes do it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import sglang_speed
+
+    from ktinject.sglang import KTMoEWrapper, wrapper
+
+    monkeypatch.setattr(
+        wrapper.KTMoEWrapper, "load_weights", KTMoEWrapper.load_weights
+    )  # put back afterwards
+    filled: dict[str, Any] = {}
+    exec(sglang_speed.FILLED, filled)
+    filled["register"]()
+    made = KTMoEWrapper(0, 4, 2, 64, 32, num_gpu_experts=0, method="AMXINT4", threadpool_count=1)
+    made.load_weights()
+    x, ids = torch.randn(3, 64).bfloat16(), torch.tensor([[0, 3], [1, 2], [2, 0]])
+    out = made.forward(x, ids, torch.full((3, 2), 0.5))
+    assert out.shape == x.shape and out.float().abs().min() > 0
+    assert torch.equal(out, made.forward(x, ids.flip(0), torch.full((3, 2), 0.5))), "all experts are alike"
+
+
 def test_growth_of_the_processes_of_a_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each process by itself: those that have ended or begun are not growth, nor is torch's compiler."""
     monkeypatch.syspath_prepend(str(FOLDER))
