@@ -8,6 +8,9 @@ own submit and sync are measured in turns with ours, in the same process; moe_pe
 which the host does a part, as SGLang's graphs of prompts are: so many of the experts pass through the GPU. Who waits
 for a graph sleeps, as in SGLang with our plug-in; `--spin` adds what it takes where that thread spins.
 
+The line below says how near each is to a plain read of memory by all threads, measured right before and after (the
+larger of both): the weights of the experts that are asked for, in the time of a layer. Each step asks for others.
+
     python benchmarks/bench_sglang.py [--methods AMXINT4 BF16] [--tokens 1 8 64 2048] [--layers 4] [--spin]
 
 Without a GPU: the layers alone, and by the calls that SGLang makes for a model on the CPU.
@@ -32,7 +35,8 @@ from ktinject.sglang.layer import Layer
 from ktinject.sglang.weights import on_cpu, plain_config, spec_of
 
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768  # Qwen3-30B-A3B
-ROUNDS = 2
+ROUNDS, DRAWS = 2, 16
+READ = 256 << 20  # bytes of each thread
 
 
 def made(method: str, layer: int, weights: tuple[Tensor, Tensor]) -> KTMoEWrapper:
@@ -58,26 +62,37 @@ def fill(layer: Layer, gate_up: Tensor, down: Tensor) -> None:
         experts.load("gate_up_proj", gate_up[0, INNER:], 0, 1)
         experts.load("down_proj", down[0], 0, None)
         experts.repeat(0)
-        layer._take(experts)
+        layer._take(experts, [*range(EXPERTS)])
 
 
-def routes(m: int, layers: int, device: str) -> list[tuple[Tensor, Tensor]]:
-    """Ids and weights, others for each layer."""
-    return [
-        (
-            torch.rand(m, EXPERTS).argsort(-1)[:, :TOP_K].int().contiguous().to(device),
-            torch.full((m, TOP_K), 1 / TOP_K, device=device),
-        )
-        for _ in range(layers)
-    ]
+class Routes:
+    """What a step asks for: the same tensors for each, and other experts, or caches would have them from the last one.
+
+    ids    of each layer, [m, TOP_K] int32
+    scale  of each layer, [m, TOP_K]
+    asked  how many experts a layer is asked for, on average
+    """
+
+    def __init__(self, m: int, layers: int, device: str) -> None:
+        drawn = [torch.rand(layers, m, EXPERTS).argsort(-1)[..., :TOP_K].int() for _ in range(DRAWS)]
+        self.asked = statistics.mean(len(ids.unique()) for step in drawn for ids in step)
+        self._drawn, self._next = [step.contiguous().to(device) for step in drawn], 0
+        self._ids = self._drawn[0].clone()
+        self.ids = [*self._ids]
+        self.scale = [torch.full((m, TOP_K), 1 / TOP_K, device=device) for _ in range(layers)]
+
+    def turn(self) -> None:
+        """The next step's."""
+        self._next = (self._next + 1) % DRAWS
+        self._ids.copy_(self._drawn[self._next])
 
 
-def step_of(layers: list[Any], x: Tensor, calls: list[tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
+def step_of(layers: list[Any], x: Tensor, routes: Routes) -> Callable[[], Tensor]:
     """A pass through the layers, by SGLang's calls."""
 
     def step() -> Tensor:
         hidden = x
-        for layer, (ids, scale) in zip(layers, calls):
+        for layer, ids, scale in zip(layers, routes.ids, routes.scale):
             stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
             layer.submit_forward(hidden, ids, scale, stream)
             hidden = layer.sync_forward(hidden, stream)
@@ -86,8 +101,13 @@ def step_of(layers: list[Any], x: Tensor, calls: list[tuple[Tensor, Tensor]]) ->
     return step
 
 
-def replays_of(step: Callable[[], Tensor]) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Functions that replay the step's graph once, and say how many µs it took: who waits sleeps, or spins."""
+def replays_of(
+    step: Callable[[], Tensor], turn: Callable[[], None]
+) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Functions that replay the step's graph once, and say how many µs it took: who waits sleeps, or spins.
+
+    turn  called before each replay
+    """
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -96,6 +116,7 @@ def replays_of(step: Callable[[], Tensor]) -> tuple[Callable[[], float], Callabl
 
     def replay(wait: Callable[[Any], None]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        turn()
         start.record()
         graph.replay()
         end.record()
@@ -136,7 +157,7 @@ class Segments:
             part()
 
 
-def cut_replays_of(step: Callable[[], Tensor]) -> Callable[[], float]:
+def cut_replays_of(step: Callable[[], Tensor], turn: Callable[[], None]) -> Callable[[], float]:
     """As `replays_of`, of a graph that is cut where experts pass through the GPU."""
     segments, side = Segments(), torch.cuda.Stream()
     step()
@@ -154,6 +175,7 @@ def cut_replays_of(step: Callable[[], Tensor]) -> Callable[[], float]:
     def replay() -> float:
         with torch.cuda.stream(side):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            turn()
             start.record()
             segments.replay()
             end.record()
@@ -163,10 +185,11 @@ def cut_replays_of(step: Callable[[], Tensor]) -> Callable[[], float]:
     return replay
 
 
-def timed(step: Callable[[], Any]) -> Callable[[], float]:
+def timed(step: Callable[[], Any], turn: Callable[[], None]) -> Callable[[], float]:
     """The same for what returns when it is done."""
 
     def run() -> float:
+        turn()
         start = time.perf_counter()
         step()
         return (time.perf_counter() - start) * 1e6
@@ -174,15 +197,14 @@ def timed(step: Callable[[], Any]) -> Callable[[], float]:
     return run
 
 
-def alone(layers: list[KTMoEWrapper], x: Tensor, calls: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-    """The layers without handoff, from this thread."""
+def alone(layers: list[KTMoEWrapper], x: Tensor, routes: Routes) -> Callable[[], None]:
+    """The layers without handoff, from this thread. The routes are the CPU's."""
     x, out = x.cpu(), torch.empty(x.shape, dtype=x.dtype)
-    given = [(ids.cpu().long(), scale.cpu()) for ids, scale in calls]
     natives = [layer._layer._experts.native for layer in layers]  # type: ignore[union-attr]
 
     def step() -> None:
-        for native, (ids, scale) in zip(natives, given):
-            native.forward(x, ids, scale, out)
+        for native, ids, scale in zip(natives, routes.ids, routes.scale):
+            native.forward(x, ids.long(), scale, out)
 
     return step
 
@@ -200,6 +222,25 @@ def medians(runs: dict[str, Callable[[], float]], seconds: float) -> dict[str, f
                 if taken > 300:
                     break
     return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def bound(layer: KTMoEWrapper, asked: float, found: dict[str, float], read: float) -> str:
+    """How near the cells of `found` are to what memory allows, and by how much kt-kernel could be beaten at most.
+
+    asked  experts of a layer
+    found  name → µs a layer
+    read   bytes a second that all threads read together, measured beside
+    """
+    native = layer._layer._experts.native  # type: ignore[union-attr]
+    size = native.bytes / native.count * asked
+    rates = {name: size / us * 1e6 for name, us in found.items() if not name.startswith("cut")}
+    each = ", ".join(f"{name} {rate / 1e9:.0f} GB/s ({rate / read:.0%})" for name, rate in rates.items())
+    most = (
+        f"; at the read's rate {found['kt-kernel'] * read / size / 1e6:.2f} times kt-kernel"
+        if "kt-kernel" in found
+        else ""
+    )
+    return f"{asked:.1f} experts, {size / 1e6:.0f} MB; a plain read {read / 1e9:.0f} GB/s; {each}{most}"
 
 
 def rival(given: argparse.Namespace) -> KtContract | None:
@@ -232,26 +273,29 @@ def bench(given: argparse.Namespace) -> None:
         print(f"{method}: {said['weights']}, {said['kernel']}", flush=True)
         for m in given.tokens:
             x = torch.randn(m, HIDDEN, dtype=torch.bfloat16).to(device)
-            calls = routes(m, given.layers, device)
-            runs = {"alone": timed(alone(layers, x, calls))}
+            calls, own = Routes(m, given.layers, device), Routes(m, given.layers, "cpu")
+            runs = {"alone": timed(alone(layers, x, own), own.turn)}
             for name, mine in (("contract", layers), ("kt-kernel", theirs)):
                 if mine:
                     step = step_of(mine, x, calls)
                     if x.is_cuda:
-                        runs[name], spins = replays_of(step)
+                        runs[name], spins = replays_of(step, calls.turn)
                         if given.spin:
                             runs[f"{name}, spinning"] = spins
                     else:
-                        runs[name] = timed(step)
+                        runs[name] = timed(step, calls.turn)
             streams = layers[0]._layer._prompts
             if streams is not None and (count := streams.passing(m)):
-                runs[f"cut ({count} experts)"] = cut_replays_of(step_of(layers, x, calls))
+                runs[f"cut ({count} experts)"] = cut_replays_of(step_of(layers, x, calls), calls.turn)
+            before = _native.read_bandwidth(READ)
             found = {name: us / given.layers for name, us in medians(runs, given.seconds).items()}
             line = "  ".join(f"{name} {us:9.1f}" for name, us in found.items())
             if "kt-kernel" in found:
                 ours = [us for name, us in found.items() if name == "contract" or name.startswith("cut")]
                 line += "  " + ", ".join(f"{found['kt-kernel'] / us:.2f}" for us in ours) + " times ours"
+            read = max(before, _native.read_bandwidth(READ))
             print(f"  {m:5} tokens: {line}", flush=True)
+            print(f"               {bound(layers[0], calls.asked, found, read)}", flush=True)
         del layers, theirs
 
 

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -308,7 +309,7 @@ def test_a_round_of_llama_cpps_server_that_takes_too_long_counts_what_was_writte
 def test_where_the_gpu_is_in_a_step_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's pass, three steps of two layers, and the begin of another."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    import bench_sglang_engine
+    import sglang_speed
 
     events, now = [{"cat": "cpu_op", "name": "forward", "ts": 0, "dur": 9000}], 0.0
 
@@ -323,6 +324,60 @@ def test_where_the_gpu_is_in_a_step_of_sglang(monkeypatch: pytest.MonkeyPatch) -
     step(2, 7)
     for _ in range(3):
         step(2, 1)
-    said = bench_sglang_engine.parts(events, 2)
+    said = sglang_speed.parts(events, 2)
     assert said.endswith("126 µs; 100 waiting for the CPU, 20 in other kernels, 6 in none")
-    assert "too few" in bench_sglang_engine.parts(events[:4], 2)
+    assert "too few" in sglang_speed.parts(events[:4], 2)
+
+
+def test_layers_of_sglang_are_filled_without_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `bench_sglang_engine.py speed` has SGLang's processes do it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import sglang_speed
+
+    from ktinject.sglang import KTMoEWrapper, wrapper
+
+    monkeypatch.setattr(
+        wrapper.KTMoEWrapper, "load_weights", KTMoEWrapper.load_weights
+    )  # put back afterwards
+    filled: dict[str, Any] = {}
+    exec(sglang_speed.FILLED, filled)
+    filled["register"]()
+    made = KTMoEWrapper(0, 4, 2, 64, 32, num_gpu_experts=0, method="AMXINT4", threadpool_count=1)
+    made.load_weights()
+    x, ids = torch.randn(3, 64).bfloat16(), torch.tensor([[0, 3], [1, 2], [2, 0]])
+    out = made.forward(x, ids, torch.full((3, 2), 0.5))
+    assert out.shape == x.shape and out.float().abs().min() > 0
+    assert torch.equal(out, made.forward(x, ids.flip(0), torch.full((3, 2), 0.5))), "all experts are alike"
+
+
+def test_growth_of_the_processes_of_a_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each process by itself: those that have ended or begun are not growth, nor is torch's compiler."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import sglang_answers
+    import sglang_engine
+
+    def process(name: str, own: float) -> dict[str, Any]:
+        return {"name": name, "own": own, "rss": own + 100, "threads": 3, "files": 7}
+
+    compiler = sglang_engine.COMPILER
+    before = {
+        "1": process("scheduler", 500),
+        "2": process("router", 90),
+        "3": process(compiler, 10),
+        "4": process("x", 1),
+    }
+    after = {
+        "1": process("scheduler", 512),
+        "2": process("router", 80),
+        "3": process(compiler, 400),
+        "5": process("y", 999),
+    }
+    assert sglang_engine.grown([before, before, after]) == 12
+    found = {"ended": {"stop": 3}, "left": [0, 0], "gpu": [None, None], "held": [before, after]}
+    said = sglang_answers.leavings(found).splitlines()
+    assert "scheduler                own 500 to 512, rss 600 to 612, threads 3 to 3, files 7 to 7" in said
+    assert "x                        ended between the first part and the last" in said
+    assert "y                        began between the first part and the last" in said
+    assert sglang_engine._name("python", "python -m torch._inductor.compile_worker --workers=16") == compiler
+    assert sglang_engine._name("python", "sglang::scheduler  ") == "sglang::scheduler"
+    assert said[-1] == "12 MiB more of its own in the process that grew most"

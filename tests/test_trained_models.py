@@ -105,9 +105,10 @@ def benchmark(name: str) -> Any:
     return script
 
 
-def test_wide_heads_change_no_logit(tmp_path: Path) -> None:
+def test_wide_heads_change_no_logit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What SGLang's kernels on a GPU are asked is the trained model."""
-    script = benchmark("bench_sglang_engine")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    script = benchmark("sglang_answers")
     folders, ids = (script.TRAINED, script.widened(tmp_path)), torch.tensor([[*range(40, 100)]])
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders]
     with torch.no_grad():

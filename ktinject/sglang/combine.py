@@ -7,6 +7,7 @@
 - Without a CUDA device nothing is asked of CUDA, and kernels of the CPU see only routes that are theirs.
 - A table of the experts' places is needed only where SGLang moves experts.
 - Rows that pad the batch of a graph have the ids of tokens of before, and the CPU would compute them.
+- Experts with a limit, another activation or weights on their input are refused: SGLang does not tell the CPU of it.
 
 Source: sglang 0.5.11 to 0.5.23, `layers/moe/kt_ep_wrapper.py`.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -24,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ktinject.errors import OperatorError
 
 # Model classes that scale the sum themselves where they find a KTEPWrapperMethod: module, class, method.
 _SCALING = (
@@ -72,6 +76,7 @@ class Combine:
         self, original: Callable[..., Any], method: Any, layer: Any, moe_runner_config: Any
     ) -> Any:
         config = moe_runner_config
+        _refuse_other_experts(config)
         _watch_models()
         method.ktinject_factor = getattr(config, "routed_scaling_factor", None)
         if method.ktinject_factor is not None:
@@ -125,6 +130,24 @@ class Combine:
             answer = method.gpu_method.apply(layer, rows)
             out.index_add_(0, token, answer.hidden_states.float())
         return out.to(x.dtype)
+
+
+def _refuse_other_experts(config: Any) -> None:
+    """SGLang hands the CPU gate · up by silu alone; what its own kernels compute besides would be left out unseen."""
+    defaults = {
+        "is_gated": True,
+        "apply_router_weight_on_input": False,
+        "gemm1_alpha": None,
+        "gemm1_clamp_limit": None,
+        "swiglu_limit": None,
+    }
+    for name, plain in defaults.items():
+        found = getattr(config, name, plain)
+        if found != plain and not (plain is None and found == math.inf):
+            raise OperatorError(
+                f"experts on the CPU: this model's have {name} = {found}, and are served with silu(gate) · up alone. "
+                "Start SGLang without --kt-weight-path."
+            )
 
 
 def watch_batches(model: Any) -> None:

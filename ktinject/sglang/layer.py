@@ -170,10 +170,14 @@ class Layer:
         _chain.handed = Deferred(self, self._handoff.submit(x, ids, routing, on_gpu, (few, everything)))
         return now
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the CPU of this process has all experts, in the places of their numbers."""
+        return self._handoff is not None and self._is_ordered and not self._skips
+
     def is_foreseeable(self, top_k: int) -> bool:
         """Whether a guess at this layer's experts, or beside them, can pay: the GPU must have time for it."""
-        is_whole = self._is_ordered and not self._skips
-        return is_whole and self._handoff is not None and self._handoff.is_foreseeable(top_k)
+        return self._handoff is not None and self._handoff.is_foreseeable(top_k)
 
     def _foresee(self, ticket: Ticket, x: Tensor) -> None:
         """While the CPU computes one token: say what the next layer will probably ask for."""

@@ -51,9 +51,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bench() -> Iterator[ModuleType]:
     """The benchmark, which has the process with an engine."""
     sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    import bench_sglang_engine
+    import sglang_engine
 
-    yield bench_sglang_engine
+    yield sglang_engine
     sys.path.remove(str(REPOSITORY / "benchmarks"))
 
 
@@ -67,7 +67,7 @@ def answers(
     apart: bool = False,
     **others: Any,
 ) -> dict[str, Any]:
-    """What SGLang says, by rounds, which `bench_sglang_engine.engine` knows. By default, all prompts are asked once.
+    """What SGLang says, by rounds, which `sglang_engine.engine` knows. By default, all prompts are asked once.
 
     on_gpu  SGLang's own experts; None: all of them
     fails   one answer of the CPU fails
@@ -162,3 +162,4 @@ def test_a_thousand_requests_with_cancels_leave_nothing_behind(
     ended = found["soak"]["ended"]
     assert ended["failed"] == 0 and ended["stop"] > 400 and ended["cancelled"] > 100, ended
     assert bench.grown(found["soak"]["held"]) < bench.MOST_GROWTH
+    assert found["soak"]["left"] == [0] * 4

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ktinject import _native
 from ktinject.generation.cuda import decode_ops
 from ktinject.operators.offload import handoff
-from ktinject.sglang import KTMoEWrapper, guesses
+from ktinject.sglang import KTMoEWrapper, guesses, routers
 
 
 class RMSNorm(nn.Module):
@@ -114,9 +114,11 @@ def change(built: Any, index: int, what: str) -> None:
     layer = built.layers[index]
     chosen = layer.mlp.topk.topk_config
     match what:
-        case "sigmoid":
-            chosen.scoring_func = "sigmoid"
+        case "another function":
+            chosen.scoring_func = "tanh"
         case "groups":
+            chosen.use_grouped_topk, chosen.num_expert_group, chosen.topk_group = True, 4, 2
+        case "groups of unknown number":
             chosen.use_grouped_topk = True
         case "correction":
             chosen.correction_bias = torch.zeros(EXPERTS)
@@ -147,8 +149,17 @@ def change(built: Any, index: int, what: str) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     "what",
-    ["sigmoid", "groups", "correction", "function", "shared", "more", "bias", "fp32", "wide", "no router"]
-    + ["no choice", "another norm", "a norm of heads"],
+    [
+        "another function",
+        "groups",
+        "groups of unknown number",
+        "correction",
+        "function",
+        "shared",
+        "more",
+        "bias",
+    ]
+    + ["fp32", "wide", "no router", "no choice", "another norm", "a norm of heads"],
 )
 def test_layers_beside_an_unknown_one_do_not_guess(what: str) -> None:
     made = [filled(layer) for layer in range(LAYERS)]
@@ -156,6 +167,54 @@ def test_layers_beside_an_unknown_one_do_not_guess(what: str) -> None:
     change(built, LAYERS - 1, what)
     guesses.connect(built)
     assert [guess_of(one) is None for one in made] == [False] * (LAYERS - 2) + [True, True]
+
+
+@pytest.mark.usefixtures("small")
+def test_the_log_says_which_layers_are_guessed_at_and_why_others_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = [filled(layer) for layer in range(LAYERS)]
+    built = model(made)
+    change(built, LAYERS - 1, "correction")
+    with caplog.at_level("INFO", "ktinject"):
+        guesses.connect(built)
+    assert [record.message for record in caplog.records] == [
+        "experts of layers 1 are guessed at: Block",
+        "experts of layers 2 are not guessed at: Block: it chooses with correction_bias",
+    ]
+    assert routers.spans([5, 0, 1, 2, 7, 8]) == "0 to 2, 5, 7 to 8"
+
+
+def rename(built: Any, what: str) -> None:
+    """As other model files of SGLang have it."""
+    for layer in built.layers:
+        norm, chosen = layer.post_attention_layernorm, layer.mlp.topk.topk_config
+        match what:
+            case "router":  # DBRX, gpt-oss, Llama 4
+                layer.mlp.router = layer.mlp.gate
+                del layer.mlp.gate
+            case "ffn_norm":  # LFM2
+                layer.ffn_norm = norm
+                del layer.post_attention_layernorm
+            case "pre_mlp_layernorm":  # AFMoE, which has the other one behind its attention
+                layer.pre_mlp_layernorm, layer.post_attention_layernorm = norm, RMSNorm(HIDDEN)
+            case "one group":  # DeepSeek-V2-Lite
+                chosen.use_grouped_topk, chosen.num_expert_group, chosen.topk_group = True, 1, 1
+            case "sigmoid":  # greater for greater logits
+                chosen.scoring_func = "sigmoid"
+
+
+@pytest.mark.usefixtures("small", "plain")
+@pytest.mark.parametrize("what", ["router", "ffn_norm", "pre_mlp_layernorm", "one group", "sigmoid"])
+def test_other_names_are_known(what: str) -> None:
+    made = [filled(layer) for layer in range(2)]
+    built, x = model(made), torch.randn(1, HIDDEN)
+    guesses.connect(built)
+    want = guess_of(made[0]).choose(built.layers[0].post_attention_layernorm(x))
+    here = built.layers[0].post_attention_layernorm
+    rename(built, what)
+    guesses.connect(built)
+    assert torch.equal(guess_of(made[0]).choose(here(x)), want)
 
 
 @pytest.mark.usefixtures("small")

@@ -289,6 +289,30 @@ def test_the_sum_is_scaled_once_on_a_gpu(
     assert torch.equal(DeepseekV2MoE().forward(), torch.ones(2))
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("is_gated", False),
+        ("apply_router_weight_on_input", True),
+        ("gemm1_alpha", 1.702),
+        ("gemm1_clamp_limit", 7.0),
+        ("swiglu_limit", 10.0),
+    ],
+)
+def test_experts_that_compute_something_else_are_refused(
+    sglang: dict[str, ModuleType], name: str, value: Any
+) -> None:
+    """gpt-oss, MiniMax-M3, Step-3.5, Llama 4: SGLang's own kernels are told of it, and the CPU is not."""
+    made = sglang["layers.moe.kt_ep_wrapper"].KTEPWrapperMethod(0, filled(num_gpu_experts=0))
+    config = Config()
+    for plain, default in (("is_gated", True), ("swiglu_limit", None), ("gemm1_clamp_limit", float("inf"))):
+        setattr(config, plain, default)
+    made.create_moe_runner(layer=None, moe_runner_config=config)
+    setattr(config, name, value)
+    with pytest.raises(OperatorError, match=f"{name} = {value}"):
+        made.create_moe_runner(layer=None, moe_runner_config=config)
+
+
 def test_weights_are_loaded_without_a_table_and_without_cuda(sglang: dict[str, ModuleType]) -> None:
     made = sglang["layers.moe.kt_ep_wrapper"].KTEPWrapperMethod(0, KTMoEWrapper(**arguments()))
     made.process_weights_after_loading(None)
