@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import sys
 import threading
@@ -104,21 +105,35 @@ class Combine:
         dispatcher = _imported("layers.moe.token_dispatcher")
         if method.moe_runner_config.activation != "silu":
             raise NotImplementedError("experts on the CPU: only silu is served")
-        dispatched = _standard(dispatched)
-        x, topk = dispatched.hidden_states, dispatched.topk_output
+        x = dispatched.hidden_states
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
         is_ours = method.tp_rank == 0 and method.wrapper is not None
         if is_ours:
             with _without_padding(x):
-                method.wrapper.submit_forward(x, topk.topk_ids, topk.topk_weights, stream)
+                dispatched = self._submit(method, dispatched, stream)
         out = self._few(method, layer, dispatched) if method.num_gpu_experts else None
         if is_ours:
             part = method.wrapper.sync_forward(x, stream)
             out = part if out is None else out + part
         return dispatcher.StandardCombineInput(hidden_states=torch.zeros_like(x) if out is None else out)
 
+    def _submit(self, method: Any, dispatched: Any, stream: int) -> Any:
+        """Returns `dispatched` with the chosen experts, where SGLang has chosen them or has to."""
+        x = dispatched.hidden_states
+        if not hasattr(dispatched.topk_output, "topk_ids"):
+            # Here, not above: it imports the operators.
+            from ktinject.sglang import routers
+
+            if routers.submit(method.wrapper._layer, x, dispatched.topk_output, stream):
+                return dispatched
+        dispatched = _standard(dispatched, method.kt_config.layer_idx)
+        topk = dispatched.topk_output
+        method.wrapper.submit_forward(x, topk.topk_ids, topk.topk_weights, stream)
+        return dispatched
+
     def _few(self, method: Any, layer: Any, dispatched: Any) -> Tensor:
         """SGLang's experts on a CPU. Its kernels know no id of -1, so each route is a row with one expert."""
+        dispatched = _standard(dispatched, method.kt_config.layer_idx)
         x, topk = dispatched.hidden_states, dispatched.topk_output
         token, slot = ((topk.topk_ids >= 0) & (topk.topk_ids < method.num_gpu_experts)).nonzero(as_tuple=True)
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -189,10 +204,15 @@ def _without_padding(x: Tensor) -> AbstractContextManager[None]:
     return only(_within.live[1])
 
 
-def _standard(dispatched: Any) -> Any:
-    """With the chosen experts; newer SGLang may leave the choice to a kernel."""
+def _standard(dispatched: Any, layer_idx: int) -> Any:
+    """With the chosen experts; SGLang may leave the choice to a kernel (see routers.py)."""
     topk = dispatched.topk_output
-    return dispatched if hasattr(topk, "topk_ids") else dispatched._replace(topk_output=topk.to_standard())
+    if hasattr(topk, "topk_ids"):
+        return dispatched
+    by_layer = "layer_id" in inspect.signature(topk.to_standard).parameters
+    return dispatched._replace(
+        topk_output=topk.to_standard(layer_id=layer_idx) if by_layer else topk.to_standard()
+    )
 
 
 def _imported(name: str) -> ModuleType:

@@ -21,7 +21,7 @@ from ktinject import _native, env
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.operators.offload.handoff import Handoff
-from ktinject.operators.offload.submits import OnGpu, Ticket, live_rows, only
+from ktinject.operators.offload.submits import OnGpu, Routing, Ticket, live_rows, only
 from ktinject.sglang import failures, graphs, weights
 from ktinject.sglang.arguments import Arguments
 from ktinject.sglang.prompts import Prompts
@@ -30,6 +30,8 @@ log = logging.getLogger("ktinject")
 
 # Of a prompt, so many tokens go through a layer in one pass, where SGLang does not say that its parts are shorter.
 _PASS_TOKENS = 8192
+
+_NOT_LOADED = "KTMoEWrapper: submit_forward before load_weights. Load the weights first."
 
 _layers: WeakSet[Layer] = WeakSet()  # of this process
 
@@ -93,6 +95,7 @@ class Layer:
         self._started: tuple[Ticket | Tensor | None, Deferred | None] | None = None
         self._prompts: Prompts | None = None
         self.guess: Guess | None = None  # see guesses.py
+        self.chooses = False  # SGLang leaves the choice of experts to its submits; see routers.py
         self._is_ordered = True  # experts are in the places of their numbers
         self._waits = bool(given.weight_path)
         if self._waits:
@@ -136,6 +139,35 @@ class Layer:
 
     def submit(self, x: Tensor, ids: Tensor, routing: Tensor, stream: int | None) -> None:
         """See `KTMoEWrapper.submit_forward`."""
+        self._start(x, stream, lambda: self._submit(x, ids, routing))
+
+    def submit_logits(
+        self, x: Tensor, logits: Tensor, top_k: int, normed: bool, stream: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same where the submit itself chooses, on a CUDA device and for up to MOST_TOKENS tokens.
+
+        logits   [m, num_experts] float32, bfloat16 or float16, contiguous; of each row the top_k greatest are chosen
+        normed   divide a row's weights, which are a softmax of all its logits, by their sum
+        Returns  ids [m, top_k] int64 and weights [m, top_k] float32, there in the order of the stream
+        """
+        ids = torch.empty(len(x), top_k, dtype=torch.int64, device=x.device)
+        weights = torch.empty(len(x), top_k, dtype=torch.float32, device=x.device)
+
+        def chosen() -> Ticket:
+            if self._handoff is None:
+                raise OperatorError(_NOT_LOADED)
+            self._check(ids)
+            ticket = self._handoff.submit(x.detach(), ids, weights, routing=Routing(logits.detach(), normed))
+            self._foresee(ticket, x)
+            return ticket
+
+        self._start(x, stream, chosen)
+        if self._started is not None and self._started[0] is None:
+            ids.zero_()  # it failed, and nobody has written them
+        return ids, weights
+
+    def _start(self, x: Tensor, stream: int | None, submitted: Callable[[], Ticket | Tensor]) -> None:
+        """Keep what was submitted for `sync`."""
         handed, _chain.handed = _chain.handed, None
         if handed is not None and not self._follows(handed, x):
             handed = None  # of a pass that was aborted
@@ -143,7 +175,7 @@ class Layer:
         self.note_failures(raises=not failures.are_kept())
         try:
             with _on(x, stream):
-                now = self._submit(x, ids, routing)
+                now = submitted()
         except OperatorError as error:
             if not failures.are_kept() or _is_captured(x):
                 raise
@@ -153,7 +185,7 @@ class Layer:
 
     def _submit(self, x: Tensor, ids: Tensor, routing: Tensor) -> Ticket | Tensor:
         if self._handoff is None:
-            raise OperatorError("KTMoEWrapper: submit_forward before load_weights. Load the weights first.")
+            raise OperatorError(_NOT_LOADED)
         self._check(ids)
         x, ids, routing = x.detach(), ids.detach(), routing.detach()
         on_gpu = self._elsewhere(x.device)
@@ -169,6 +201,11 @@ class Layer:
         now = self._handoff.submit(x, ids, routing, on_gpu, (0, few))
         _chain.handed = Deferred(self, self._handoff.submit(x, ids, routing, on_gpu, (few, everything)))
         return now
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the model around it is on a CUDA device."""
+        return self._device is not None
 
     @property
     def is_whole(self) -> bool:

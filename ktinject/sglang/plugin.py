@@ -4,7 +4,8 @@ It gives SGLang the module that it knows as kt_kernel, and mends what no module 
 is imported here: what is mended is replaced as soon as SGLang itself has imported it.
 
     kt_ep_wrapper             the experts on the GPU are scaled once; none of them, or a CPU alone, needs no GPU kernel
-    model_runner              a draft model keeps its experts; only decode steps defer; layers guess at the next
+    model_runner              a draft model keeps its experts; only decode steps defer; layers guess at the next, and
+                              submits choose the experts
     runners of graphs         rows that only pad a batch ask for no expert, and long prompts may pass through the GPU
     scheduler                 a failure on the CPU ends the requests that were computed, not the server; who waits for a
                               step leaves its CPU to the experts
@@ -200,9 +201,10 @@ def _load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
         if _is_used and not _state.is_draft:
             watch_batches(self.model)
             # Here, not above: it imports the operators, and layers of this model have done so by now.
-            from ktinject.sglang import guesses
+            from ktinject.sglang import guesses, routers
 
             guesses.connect(self.model)
+            routers.leave_choices(self.model)
         return out
     finally:
         _state.is_draft = before

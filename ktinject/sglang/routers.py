@@ -1,21 +1,32 @@
-"""How SGLang's blocks choose experts, by the names that they have in its model files: what guesses need.
+"""How SGLang's blocks choose experts, by the names that they have in its model files: what guesses and submits need.
 
 A block has `gate` or `router` and `topk` beside its `experts`; the layer around it has the norm before, by one of
 several names. What is not known is said by a reason, and such layers run as SGLang has them.
 
-Source: sglang 0.5.11 to 0.5.23.
+SGLang can leave the choice to the experts' kernels: TopK then gives them the router's logits. A submit on a GPU chooses
+while it copies the tokens, so one kernel less lies between two layers. What SGLang does with the chosen experts
+besides, it does with those of the submit: it records them where it was asked to.
+
+Source: sglang 0.5.11 to 0.5.23; the choice is left where `topk.py` has what 0.5.17 has.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
+import sys
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ktinject.addresses import CODES
 from ktinject.generation.cuda import decode_ops
+from ktinject.operators.offload.submits import MOST_TOKENS
 from ktinject.sglang.layer import Layer
 from ktinject.sglang.wrapper import KTMoEWrapper
+
+log = logging.getLogger("ktinject")
 
 # SGLang's norms, and what is added to the weight of each.
 _OFFSETS = {"RMSNorm": 0.0, "GemmaRMSNorm": 1.0}
@@ -24,6 +35,7 @@ _GATES = "gate", "router"
 _NORMS = "pre_mlp_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "ffn_norm"
 # Each is greater for a greater logit.
 _BY_LOGITS = "softmax", "sigmoid", "sqrtsoftplus"
+_MOST_EXPERTS = 256  # of a submit that chooses; a multiple of 32 of them are chosen from by a warp
 
 
 class Router(NamedTuple):
@@ -122,3 +134,88 @@ def _another_choice(gate: Any, chosen: Any) -> str:
     biases = ("correction_bias", chosen), ("bias", gate), ("e_score_correction_bias", gate)
     found = next((name for name, holder in biases if getattr(holder, name, None) is not None), None)
     return f"it chooses with {found}" if found else ""
+
+
+# --- the choice is left to a submit ---
+
+
+def leave_choices(model: nn.Module) -> None:
+    """Of a loaded model, leave the choice of experts to submits where SGLang and the block allow it; the log says once
+    of which layers, and why not of others."""
+    said: dict[str, list[int]] = {}
+    for layer, path in layers_of(model):
+        if not layer.is_on_gpu:
+            continue
+        why, of = leave_choice(model, path, layer), kind_of(model, path)
+        told = f"chosen by SGLang: {of}: {why}" if why else f"chosen by the submit: {of}"
+        said.setdefault(told, []).append(layer.given.layer_idx)
+    for told, at in said.items():
+        log.info("experts of layers %s are %s", spans(at), told)
+
+
+def leave_choice(model: nn.Module, path: str, layer: Layer) -> str:
+    """Let SGLang's TopK of the experts at this path hand on the logits. Returns why it does not; empty: it does."""
+    block = _block(model, path)
+    topk, experts = getattr(block, "topk", None), getattr(block, "experts", None)
+    chosen, made = getattr(topk, "topk_config", None), sys.modules.get(type(topk).__module__)
+    if chosen is None or made is None or not _has_names(made):
+        return "this SGLang has no such choice"
+    if getattr(chosen, "output_format", 0) is not None:
+        return "" if layer.chooses else "another format of the choice is asked for"
+    if type(getattr(experts, "dispatcher", None)).__name__ != "StandardDispatcher":
+        return "tokens are dispatched between processes"
+    if (scoring := getattr(chosen, "scoring_func", "an unknown function")) != "softmax":
+        return f"it chooses by {scoring}"
+    if why := _another_choice(None, chosen):
+        return why
+    if getattr(chosen, "use_grouped_topk", False):
+        return "it chooses among groups"
+    given = layer.given
+    if (
+        not layer.is_whole
+        or given.deferred
+        or given.num_experts > _MOST_EXPERTS
+        or chosen.top_k > given.top_k
+    ):
+        return "the CPU has not all experts in their order, or defers some, or there are too many"
+    if not decode_ops.routes(given.num_experts, chosen.top_k):
+        return "too many experts of a token"
+    chosen.output_format, layer.chooses = made.TopKOutputFormat.BYPASSED, True
+    return ""
+
+
+def _has_names(made: Any) -> bool:
+    """Whether SGLang's topk.py has what is relied on here."""
+    formats: Any = getattr(made, "TopKOutputFormat", None)
+    bypassed: Any = getattr(made, "BypassedTopKOutput", None)
+    names = "precomputed_topk_postprocess_is_noop", "build_precomputed_topk_output"
+    return (
+        hasattr(formats, "BYPASSED")
+        and {"router_logits", "topk_config", "num_token_non_padded", "expert_location_dispatch_info"}
+        <= {*getattr(bypassed, "_fields", ())}
+        and "layer_id" in inspect.signature(bypassed.to_standard).parameters
+        and all(callable(getattr(made, name, None)) for name in names)
+    )
+
+
+def submit(layer: Layer, x: Tensor, topk: Any, stream: int) -> bool:
+    """Submit tokens [m, hidden] whose experts SGLang has left to be chosen. False: it has to choose them first."""
+    logits, made = getattr(topk, "router_logits", None), sys.modules[type(topk).__module__]
+    if (
+        not layer.chooses  # others may have asked SGLang to leave a choice that is none by softmax
+        or not isinstance(logits, Tensor)
+        or not x.is_cuda
+        or not 0 < len(x) <= MOST_TOKENS
+        or logits.device != x.device
+        or logits.dtype not in CODES
+        or tuple(logits.shape) != (len(x), layer.given.num_experts)
+        or not layer.is_whole
+        or not made.precomputed_topk_postprocess_is_noop(
+            topk.topk_config, topk.num_token_non_padded, topk.expert_location_dispatch_info
+        )
+    ):
+        return False
+    chosen = topk.topk_config
+    ids, weights = layer.submit_logits(x, logits.contiguous(), chosen.top_k, bool(chosen.renormalize), stream)
+    made.build_precomputed_topk_output(weights, ids, chosen, layer.given.layer_idx)
+    return True

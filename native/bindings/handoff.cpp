@@ -77,8 +77,8 @@ void def_channel(nb::module_& m) {
           [](HeldChannel& self, const HeldSlots& slots, int slot, Address<> x, DType dtype, Address<> ids,
              bool ids_are_64_bit, Address<> weights, DType weights_dtype, int tokens, int top_k,
              Address<const int32_t> places, Address<int32_t> chosen, Address<uint32_t> traffic, int rank_from,
-             int rank_to, Address<const uint8_t> live, bool skips_unknown, Address<> logits, bool normed,
-             uintptr_t stream) {
+             int rank_to, Address<const uint8_t> live, bool skips_unknown, Address<> logits, DType logits_dtype,
+             bool normed, uintptr_t stream) {
             self.submit(slots.kept, slot,
                         {x,
                          dtype,
@@ -95,13 +95,13 @@ void def_channel(nb::module_& m) {
                          rank_to,
                          live,
                          skips_unknown,
-                         {logits, normed}},
+                         {logits, logits_dtype, normed}},
                         stream);
           },
           nb::arg("slots"), nb::arg("slot"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
           nb::arg("weights"), nb::arg("weights_dtype"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("places"),
           nb::arg("chosen"), nb::arg("traffic"), nb::arg("rank_from"), nb::arg("rank_to"), nb::arg("live"),
-          nb::arg("skips_unknown"), nb::arg("logits"), nb::arg("normed"), nb::arg("stream"),
+          nb::arg("skips_unknown"), nb::arg("logits"), nb::arg("logits_dtype"), nb::arg("normed"), nb::arg("stream"),
           "Put a submit into the stream; addresses on the device. With logits, ids and weights are written.")
       .def(
           "wait",

@@ -13,11 +13,11 @@ __global__ void __launch_bounds__(kWarp)
   release_next();
   await_previous();
   const size_t row = blockIdx.x;
-  route_token(logits + row * static_cast<size_t>(experts), experts, top_k, normed,
-              [&](int rank, int expert, float weight) {
-                ids[row * static_cast<size_t>(top_k) + static_cast<size_t>(rank)] = expert;
-                weights[row * static_cast<size_t>(top_k) + static_cast<size_t>(rank)] = store<T>(weight);
-              });
+  route_token<T, T>(logits + row * static_cast<size_t>(experts), experts, top_k, normed,
+                    [&](int rank, int expert, float weight) {
+                      ids[row * static_cast<size_t>(top_k) + static_cast<size_t>(rank)] = expert;
+                      weights[row * static_cast<size_t>(top_k) + static_cast<size_t>(rank)] = store<T>(weight);
+                    });
 }
 
 // One warp a row; a lane holds `each` experts beside each other, up to kEach, so a group is some whole lanes.

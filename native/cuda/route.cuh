@@ -28,8 +28,9 @@ __device__ inline float unordered(uint32_t key) {
 }
 
 // kEach: logits that a lane holds. Logits of 16 bits leave the low bits of a key free. These hold the expert, the first
-// as the greatest: so the greatest key names its expert, and of equal logits the first one wins.
-template <class T, int kEach, class Take>
+// as the greatest: so the greatest key names its expert, and of equal logits the first one wins. Weights are values of
+// W.
+template <class T, class W, int kEach, class Take>
 __device__ void route_among(const T* logits, int experts, int top_k, bool normed, Take&& take) {
   constexpr bool kNamed = sizeof(T) == 2;
   constexpr uint32_t kName = kMostRouted - 1;
@@ -76,16 +77,16 @@ __device__ void route_among(const T* logits, int experts, int top_k, bool normed
       my_expert = at;
     }
   }
-  if (lane < top_k) take(lane, my_expert, rounded<T>(normed ? mine / chosen_sum : mine));
+  if (lane < top_k) take(lane, my_expert, rounded<W>(normed ? mine / chosen_sum : mine));
 }
 
 // Calls take(rank, expert, weight) in lane `rank`, for each rank below top_k; weights are divided by their sum if
-// `normed`.
-template <class T, int kMost = kMostRouted, class Take>
+// `normed`, and are values of W.
+template <class T, class W, int kMost = kMostRouted, class Take>
 __device__ void route_token(const T* logits, int experts, int top_k, bool normed, Take&& take) {
-  if (experts <= 4 * kWarp) route_among<T, 4>(logits, experts, top_k, normed, take);
-  else if (kMost <= 8 * kWarp || experts <= 8 * kWarp) route_among<T, 8>(logits, experts, top_k, normed, take);
-  else if constexpr (kMost > 8 * kWarp) route_among<T, kMost / kWarp>(logits, experts, top_k, normed, take);
+  if (experts <= 4 * kWarp) route_among<T, W, 4>(logits, experts, top_k, normed, take);
+  else if (kMost <= 8 * kWarp || experts <= 8 * kWarp) route_among<T, W, 8>(logits, experts, top_k, normed, take);
+  else if constexpr (kMost > 8 * kWarp) route_among<T, W, kMost / kWarp>(logits, experts, top_k, normed, take);
 }
 
 }  // namespace ktinject::cuda

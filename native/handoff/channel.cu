@@ -104,6 +104,8 @@ void Channel::check_request(const Slots& slots, const DeviceRequest& request) co
   cuda::check_route(expert_count_, request.top_k, cuda::kFewRouted);
   if (!request.ids_are_64_bit || request.rank_from != 0 || request.rank_to < request.top_k)
     throw std::invalid_argument("a submit that chooses the experts needs ids of 64 bits, and every rank");
+  if (request.weights_dtype != request.routing.dtype && request.weights_dtype != DType::f32)
+    throw std::invalid_argument("a submit that chooses the experts writes weights of the logits' dtype, or float32");
 }
 
 void Channel::submit(const std::shared_ptr<Slots>& slots, int index, const DeviceRequest& request,

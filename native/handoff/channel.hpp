@@ -18,10 +18,11 @@
 
 namespace ktinject::handoff {
 
-// For a submit that chooses the experts itself: the greatest by softmax over logits [tokens, experts], which have the
-// dtype of the weights. The submit then writes ids and weights; `normed` divides the weights by their sum.
+// For a submit that chooses the experts itself: the greatest by softmax over logits [tokens, experts]. The submit then
+// writes ids, and weights of the logits' dtype or float32; `normed` divides the weights by their sum.
 struct Routing {
   const void* logits = nullptr;
+  DType dtype = DType::bf16;
   bool normed = false;
 };
 

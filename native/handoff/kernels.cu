@@ -92,20 +92,22 @@ __device__ void send(const SlotView& slot, const Payload& from, uint32_t count, 
 template <class Take>
 __device__ void choose(const Payload& from, uint32_t warp, uint32_t warps, Take&& take) {
   const int top_k = static_cast<int>(from.top_k);
-  auto all = [&]<class T>(T) {
+  auto all = [&]<class T, class W>(T, W) {
     for (uint32_t token = warp; token < from.tokens; token += warps) {
       const auto* logits = static_cast<const T*>(from.routing.logits) + static_cast<size_t>(token) * from.experts;
-      route_token<T, kFewRouted>(logits, from.experts, top_k, from.routing.normed, [&](int rank, int expert, float w) {
-        const size_t at = static_cast<size_t>(token) * from.top_k + static_cast<size_t>(rank);
-        take(at, expert, w);
-        const_cast<int64_t*>(static_cast<const int64_t*>(from.ids))[at] = expert;
-        const_cast<T*>(static_cast<const T*>(from.weights))[at] = store<T>(w);
-      });
+      route_token<T, W, kFewRouted>(
+          logits, from.experts, top_k, from.routing.normed, [&](int rank, int expert, float w) {
+            const size_t at = static_cast<size_t>(token) * from.top_k + static_cast<size_t>(rank);
+            take(at, expert, w);
+            const_cast<int64_t*>(static_cast<const int64_t*>(from.ids))[at] = expert;
+            const_cast<W*>(static_cast<const W*>(from.weights))[at] = store<W>(w);
+          });
     }
   };
-  if (from.weights_dtype == static_cast<uint32_t>(DType::f32)) all(float{});
-  else if (from.weights_dtype == static_cast<uint32_t>(DType::f16)) all(__half{});
-  else all(__nv_bfloat16{});
+  const bool wide = from.weights_dtype == static_cast<uint32_t>(DType::f32);
+  if (from.routing.dtype == DType::f32) all(float{}, float{});
+  else if (from.routing.dtype == DType::f16) wide ? all(__half{}, float{}) : all(__half{}, __half{});
+  else wide ? all(__nv_bfloat16{}, float{}) : all(__nv_bfloat16{}, __nv_bfloat16{});
 }
 
 struct Taken {
@@ -145,11 +147,14 @@ __device__ void send_all(const SlotView& slot, const Payload& from, uint32_t cou
   }
 }
 
-// For a submit that did not get the slot: the kernels of the experts on this GPU read `chosen` in any case.
+// For a submit that did not get the slot: the kernels of the experts on this GPU read `chosen` in any case, and who
+// counts experts may use ids as indices.
 __device__ void choose_none(const Payload& from, uint32_t thread, uint32_t threads) {
-  if (from.chosen == nullptr) return;
   const size_t routes = static_cast<size_t>(from.tokens) * from.top_k;
-  for (size_t i = thread; i < routes; i += threads) from.chosen[i] = -1;
+  for (size_t i = thread; i < routes; i += threads) {
+    if (from.chosen != nullptr) from.chosen[i] = -1;
+    if (from.routing.logits != nullptr) const_cast<int64_t*>(static_cast<const int64_t*>(from.ids))[i] = 0;
+  }
 }
 
 // Takes the announcement back, so that the dispatcher thread does not stay awake for this submit.

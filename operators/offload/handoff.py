@@ -112,8 +112,9 @@ class Handoff:
         weights  [m, t] float32, bfloat16 or float16 on the same device
         on_gpu   the experts that are on the device; the CPU skips them
         ranks    (first, end): compute only the experts of a token with these ranks; see `of_ranks`
-        routing  the submit chooses the experts itself, and writes ids (int64) and weights (the logits' dtype), both
-                 contiguous, instead of reading them; only on a CUDA device, in a graph or for up to MOST_TOKENS tokens
+        routing  the submit chooses the experts itself, and writes ids (int64) and weights (the logits' dtype, or
+                 float32), both contiguous, instead of reading them; only on a CUDA device, in a graph or for up to
+                 MOST_TOKENS tokens
         Returns  a ticket, to be given to `wait` once
         Raises   OperatorError for wrong shapes, dtypes or devices, and for failures of earlier submits
         """
@@ -144,8 +145,16 @@ class Handoff:
         slots, slot = self._take(x, ids.numel(), ticket)
         try:
             logits = None if routing is None else routing.logits
-            if logits is not None and (logits.dim() != 2 or len(logits) != len(ids)):
-                raise ValueError(f"logits: found {list(logits.shape)}; expected [{len(ids)}, experts]")
+            if logits is not None and tuple(logits.shape) != (len(ids), self._experts.count):
+                expected = [len(ids), self._experts.count]
+                raise ValueError(f"logits: found {list(logits.shape)}; expected {expected}")
+            if logits is not None and (
+                logits.dtype not in CODES or weights.dtype not in (logits.dtype, torch.float32)
+            ):
+                raise ValueError(
+                    f"logits: found {logits.dtype} beside weights of {weights.dtype}; allowed are float32, bfloat16, "
+                    "float16, and weights of the same dtype or of float32"
+                )
             channel.submit(
                 slots.native,
                 slot,
@@ -161,7 +170,8 @@ class Handoff:
                 *(ranks or (0, ids.shape[1])),
                 address("live", live, x.device, torch.bool, ids.shape[:1]),
                 self._foreign,
-                address("logits", logits, x.device, weights.dtype),
+                address("logits", logits, x.device),
+                CODES[weights.dtype if logits is None else logits.dtype],
                 routing is not None and routing.normed,
                 ticket.stream,
             )

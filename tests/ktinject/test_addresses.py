@@ -276,9 +276,13 @@ def test_what_a_submit_and_a_wait_are_given_on_a_gpu_is_checked() -> None:
     ):
         with pytest.raises(OperatorError, match=r"handoff: (places|chosen): found"):
             here.submit(x, ids, weights, on_gpu)
-    for wrong in (logits.bfloat16(), logits.cpu(), logits[:1], logits.repeat(1, 2)[:, ::2]):
+    for wrong in (logits.double(), logits.cpu(), logits[:1], logits[:, 1:], logits.repeat(1, 2)[:, ::2]):
         with pytest.raises(OperatorError, match="handoff: logits: found"):
             here.submit(x, ids, weights, routing=submits.Routing(wrong, True))
+    with pytest.raises(
+        OperatorError, match=r"handoff: logits: found torch.float32 beside weights of torch.bfloat16"
+    ):
+        here.submit(x, ids, weights.bfloat16(), routing=submits.Routing(logits, True))
     apart = torch.stack([ids, ids], -1)[..., 0]  # it would be written, and the result lost
     with pytest.raises(OperatorError, match="handoff: top_k_index: found"):
         here.submit(x, apart, weights, routing=submits.Routing(logits, True))

@@ -122,6 +122,24 @@ def test_a_submit_that_routes_and_a_residual(cuda: str, tokens: int, hidden: int
             assert torch.equal(plainly, answer + residual)
 
 
+@pytest.mark.parametrize("tokens, hidden", [(1, HIDDEN), (9, HIDDEN), (3, 7168)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_are_routed_may_be_wider_than_logits(
+    cuda: str, tokens: int, hidden: int, dtype: torch.dtype
+) -> None:
+    """They are then not rounded, neither those that are written nor those that the CPU gets."""
+    here = way(hidden=hidden)
+    x, _, _ = inputs(tokens, dtype=dtype, device=cuda, hidden=hidden)
+    logits = torch.stack([torch.randperm(EXPERTS) for _ in range(tokens)]).to(cuda, dtype) / 4
+    weights, ids = logits.float().softmax(-1).topk(2, -1)
+    made = torch.empty_like(ids), torch.empty_like(weights)
+    out = here.wait(here.submit(x, *made, routing=submits.Routing(logits, False)))
+    assert torch.equal(made[0], ids)
+    assert torch.allclose(made[1], weights, rtol=1e-5)
+    assert not torch.equal(made[1], made[1].to(dtype).float())
+    assert torch.equal(out.cpu(), plain((x, ids, made[1])))
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_only_experts_of_some_ranks_on_the_gpu(cuda: str, tokens: int, ranks: tuple[int, int]) -> None:
@@ -524,7 +542,7 @@ def test_a_submit_that_gets_no_slot_ends_its_naps(cuda: str) -> None:
             stream = torch.cuda.Stream()
             channel.submit(
                 slots, 0, x.data_ptr(), CODES[x.dtype], ids.data_ptr(), True, weights.data_ptr(),
-                CODES[weights.dtype], 2, 2, 0, 0, 0, 0, 2, 0, False, 0, False, stream.cuda_stream,
+                CODES[weights.dtype], 2, 2, 0, 0, 0, 0, 2, 0, False, 0, CODES[weights.dtype], False, stream.cuda_stream,
             )
         assert _native.handoff_naps()
         torch.cuda.synchronize()
