@@ -56,7 +56,7 @@ struct Fetch {
   __device__ int bytes() const {  // of a stage, with activations
     return tiles * (2048 + (p.stages_per_group == 0 ? 2 : 1) * 64 * p.scale_bytes) + Stage::kWords;
   }
-  // `each`: of a tile. `step`: tiles between this one and the block's first strip.
+  // `each`: bytes of a tile.
   __device__ __forceinline__ void ask(uint8_t* to, int each, uint64_t* full, uint64_t policy) const {
     copy(to, from[0], first * each, full, policy);
     if (kGroups > 1 && first < tiles) copy(to + first * each, from[1], (tiles - first) * each, full, policy);
