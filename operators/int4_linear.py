@@ -83,7 +83,7 @@ class Int4Linear(GpuLinear):
     sm80_only = False  # for tests: run the sm_80 kernels on Hopper, too
     # For compute-sanitizer's racecheck, which does not know that __syncwarp orders a warp's reads.
     every_lane = False
-    # To test and measure each kind of narrow blocks on Hopper: native/cuda/int4_blocks.hpp, `Blocks`.
+    # To test and measure each kind of blocks on Hopper: native/cuda/int4_blocks.hpp, `Blocks`.
     blocks: tuple[int, int, int] | None = None
 
     def __init__(self, module: nn.Linear, config: Int4LinearConfig) -> None:
@@ -286,11 +286,11 @@ class Int4Linear(GpuLinear):
         tested = self.sm80_only or self.every_lane or self.blocks is not None
         ours = tested or self._arch != "sm90"  # tests of kernels, or not measured
         k, n = self.in_features, self.out_features
-        return m > self._many_tokens or (not ours and is_small(k, n, m) and not self._is_narrow(m))
+        return m > self._many_tokens or (not ours and is_small(k, n, m) and not self._is_measured(m))
 
-    def _is_narrow(self, m: int) -> bool:
-        """Whether m tokens have narrow blocks on Hopper, which were then measured to be faster than all else."""
-        return _native.int4_is_narrow(self.out_features, self.in_features, m, self._multiprocessors)
+    def _is_measured(self, m: int) -> bool:
+        """Whether m tokens have blocks on Hopper that were measured to be faster than all else."""
+        return _native.int4_is_measured(self.out_features, self.in_features, m, self._multiprocessors)
 
     def multiply(self, x: Tensor) -> Tensor:
         if self._native is None:

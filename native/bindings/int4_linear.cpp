@@ -18,7 +18,7 @@ namespace nb = nanobind;
 namespace ktinject {
 namespace {
 
-// Tokens, split and mates of cuda::int4::Blocks.
+// Tokens, split and outputs of cuda::int4::Blocks.
 using Blocks = std::tuple<int, int, int>;
 
 struct Int4Linear {
@@ -47,8 +47,8 @@ void init_int4_linear(nb::module_& m) {
           [](Int4Linear* self, Address<> words, Address<> scales, Address<const float> bias, int n, int k,
              int group_size, bool has_zeros, bool fp16_scales, bool sm80_only, bool every_lane,
              const std::optional<Blocks>& blocks, int device) {
-            const auto [tokens, split, mates] = blocks.value_or(Blocks{0, 0, 1});
-            const cuda::int4::Blocks wanted{tokens, split, mates};
+            const auto [tokens, split, outputs] = blocks.value_or(Blocks{0, 0, 0});
+            const cuda::int4::Blocks wanted{tokens, split, outputs};
             if (const char* reason = blocks ? cuda::int4::why_not(wanted, k) : nullptr; reason != nullptr)
               throw std::invalid_argument(std::string("int4_linear: there are no such blocks; ") + reason + ".");
             new (self) Int4Linear{
@@ -58,7 +58,7 @@ void init_int4_linear(nb::module_& m) {
           nb::arg("group_size"), nb::arg("has_zeros"), nb::arg("fp16_scales"), nb::arg("sm80_only"),
           nb::arg("every_lane"), nb::arg("blocks") = nb::none(), nb::arg("device"),
           "Addresses of words, scales and bias (0: none), laid out as native/cuda/int4_linear.hpp says. Blocks, to "
-          "test and measure each kind: tokens, split and mates of native/cuda/int4_blocks.hpp.")
+          "test and measure each kind: tokens, split and outputs of native/cuda/int4_blocks.hpp.")
       .def(
           "scratch",
           [](const Int4Linear& self, int m) {
@@ -87,19 +87,19 @@ void init_int4_linear(nb::module_& m) {
       "int4_blocks",
       [](int n, int k, int tokens, int multiprocessors) {
         const cuda::int4::Partition p = partition_of(n, k, tokens, multiprocessors);
-        return std::make_tuple(p.tokens, p.outputs, p.sharers, p.mates, p.share, p.blocks);
+        return std::make_tuple(p.tokens, p.outputs, p.sharers, p.whole, p.share, p.blocks);
       },
       nb::arg("n"), nb::arg("k"), nb::arg("m"), nb::arg("multiprocessors"),
       "How a product of a weight [n, k] with m tokens is cut on Hopper: tokens and outputs of a block, blocks of a "
-      "cluster that share a strip (0: none), strips of a cluster, stages a block, blocks.");
+      "cluster that share a strip (0: none), whether their sums are whole, stages a block, blocks.");
   m.def(
-      "int4_is_narrow",
+      "int4_is_measured",
       [](int n, int k, int tokens, int multiprocessors) {
         const cuda::int4::Partition p = partition_of(n, k, tokens, multiprocessors);
-        return cuda::int4::is_narrow(p.tokens, p.outputs);
+        return p.whole || cuda::int4::is_narrow(p);
       },
       nb::arg("n"), nb::arg("k"), nb::arg("m"), nb::arg("multiprocessors"),
-      "Whether int4_blocks gives narrow blocks, which were then measured to be faster than all else.");
+      "Whether int4_blocks gives blocks that were measured to be faster than all else.");
   m.def(
       "fp8_quantise",
       [](Address<> x, bool fp16, int rows, int padded, int k, Address<> values, Address<float> scales, int device,

@@ -99,15 +99,6 @@ __device__ __forceinline__ void copy_tile(void* to, const CUtensorMap* map, int 
       "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
       : "memory");
 }
-// The same to the same place in the blocks of a cluster that `mask` has a bit for; completes on a barrier in each.
-__device__ __forceinline__ void copy_tile_to(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier,
-                                             int mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
-      "%3}], [%4], %5;" ::"r"(shared_address(to)),
-      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(mask))
-      : "memory");
-}
 
 // Programmatic dependent launch.
 __device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
@@ -118,18 +109,6 @@ __device__ __forceinline__ void cluster_arrive() {  // after `barriers_ready`
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-// By any thread of a warp.
-__device__ __forceinline__ void cluster_wait_alone() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
-// A second time: what the block's threads have read from its shared memory, and their arrivals elsewhere, are done.
-__device__ __forceinline__ void cluster_arrive_again() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-// On a barrier of another block of the cluster, at an address that `address_in` gave: what this thread waited for
-// before, as the reads of a wgmma, is done. It does not release what the thread has written: `.release.cluster` would,
-// by a fence of all memory, which takes some 800 cycles.
-__device__ __forceinline__ void arrive_there(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
 __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
@@ -162,10 +141,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t* 
 #define KT_TEXT_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define KT_TEXT_16 KT_TEXT_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define KT_TEXT_32 KT_TEXT_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define KT_TEXT_64                                                                               \
-  KT_TEXT_32                                                                                     \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define KT_TEXT_48 KT_TEXT_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define KT_TEXT_64 KT_TEXT_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define KT_TEXT_128                                                                              \
   KT_TEXT_64                                                                                     \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
@@ -177,6 +154,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t* 
       "+f"(d[i + 7])
 #define KT_SUMS_16(i) KT_SUMS_8(i), KT_SUMS_8(i + 8)
 #define KT_SUMS_32(i) KT_SUMS_16(i), KT_SUMS_16(i + 16)
+#define KT_SUMS_48(i) KT_SUMS_32(i), KT_SUMS_16(i + 32)
 #define KT_SUMS_64(i) KT_SUMS_32(i), KT_SUMS_32(i + 32)
 #define KT_SUMS_128(i) KT_SUMS_64(i), KT_SUMS_64(i + 64)
 // sums: registers of d. operands: the places of a and b among all operands.
@@ -194,6 +172,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t* 
 
 KT_WGMMA_BOTH(32, 16, "{%16, %17, %18, %19}, %20")
 KT_WGMMA_BOTH(64, 32, "{%32, %33, %34, %35}, %36")
+KT_WGMMA_BOTH(96, 48, "{%48, %49, %50, %51}, %52")
 KT_WGMMA_BOTH(128, 64, "{%64, %65, %66, %67}, %68")
 KT_WGMMA_BOTH(256, 128, "{%128, %129, %130, %131}, %132")
 
@@ -201,11 +180,13 @@ KT_WGMMA_BOTH(256, 128, "{%128, %129, %130, %131}, %132")
 #undef KT_WGMMA
 #undef KT_SUMS_128
 #undef KT_SUMS_64
+#undef KT_SUMS_48
 #undef KT_SUMS_32
 #undef KT_SUMS_16
 #undef KT_SUMS_8
 #undef KT_TEXT_128
 #undef KT_TEXT_64
+#undef KT_TEXT_48
 #undef KT_TEXT_32
 #undef KT_TEXT_16
 #undef KT_TEXT_8

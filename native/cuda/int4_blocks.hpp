@@ -3,12 +3,20 @@
 
 namespace ktinject::cuda::int4 {
 
-// Narrow blocks, of 128 outputs: those of int4_narrow_sm90.cu.
+// Blocks that were measured for a layer: narrow ones, of 128 outputs, which int4_narrow_sm90.cu has, or those of
+// int4_whole_sm90.cu, whose sums are whole.
 struct Blocks {
-  int tokens = 0;  // of a block: 32, 64 or 128; 0: none
-  int split = 0;   // blocks of a cluster that share a strip; 1: each strip is one block's; 0: the line is cut
-  int mates = 1;   // strips of a cluster, whose blocks fetch activations for each other: 1 or 2
+  int tokens = 0;   // of a block; 0: none
+  int split = 0;    // narrow: blocks of a cluster that share a strip; 1: each strip is one block's; 0: the line is cut
+  int outputs = 0;  // whole: of a block; 0: narrow
 };
+
+// The blocks whose sums are whole. `sets` of warpgroups take turns at the stages.
+struct Whole {
+  int tokens, outputs, sets;
+};
+constexpr Whole kWhole[] = {{32, 64, 4},  {32, 128, 2}, {64, 64, 4},   {64, 128, 2}, {96, 64, 2},
+                            {96, 128, 2}, {128, 64, 2}, {128, 128, 1}, {128, 192, 1}};
 
 // How the stages of all strips, standing in one line, are cut into equal shares, one a block.
 struct Partition {
@@ -16,8 +24,8 @@ struct Partition {
   int token_blocks;
   int units;  // strips, once for each block of tokens
   int line, share, blocks;
-  int sharers = 0;  // blocks of a cluster that share a strip, where the line is not cut
-  int mates = 1;    // strips of a cluster
+  int sharers = 0;     // blocks of a cluster that share a strip, where the line is not cut
+  bool whole = false;  // blocks of `kWhole`
 };
 
 inline int up(int a, int b) { return (a + b - 1) / b; }  // a / b, rounded up
@@ -34,7 +42,7 @@ inline Partition cut(int n, int k, int m, int tokens, int outputs, int most_bloc
   return p;
 }
 
-inline bool is_narrow(int tokens, int outputs) { return outputs == 128 && tokens <= 128; }
+inline bool is_narrow(const Partition& p) { return !p.whole && p.outputs == 128 && p.tokens <= 128; }
 
 // Null if a product of a weight with k inputs can have these blocks, else what is allowed.
 const char* why_not(const Blocks& blocks, int k);

@@ -142,11 +142,11 @@ __device__ __forceinline__ void write_strip(const Int4Arguments& p, const float*
 
 // Writes the sums of a strip that is a cluster's: a part of them a block.
 template <class T, int kTokens>
-__device__ __forceinline__ void write_cluster(const Int4Arguments& p, const Share<false>& share, float4* parts,
+__device__ __forceinline__ void write_cluster(const Int4Arguments& p, const Share& share, float4* parts,
                                               uint64_t* arrived, const float (&sum)[kOperands * kTokens / 2], int tile,
                                               int token) {
   constexpr int kColumns = kTokens / 8;
-  ClusterSum<kFewThreads, kOperands * kColumns, false>::run(
+  ClusterSum<kFewThreads, kOperands * kColumns>::run(
       p, share, parts, arrived, sum, [&](int thread, int vector, const float4& all) {
         const int output = tile * 64 + (thread / 32 * kOperands + vector / kColumns) * 16 + thread % 32 / 4 * 2;
         const float each[4] = {all.x, all.y, all.z, all.w};
@@ -167,9 +167,9 @@ __global__ void __launch_bounds__(kFewThreads + 32, 2)
   using Stage = Fetch<kTokens, kFewTiles>;
   constexpr int kColumns = kTokens / 8, kVectors = kOperands * kColumns, kPair = kZeros ? 4 : 2;
   constexpr int kParts = kHalfGroups ? 2 : 1;  // groups of a stage
-  using Sum = ClusterSum<kFewThreads, kVectors, false>;
+  using Sum = ClusterSum<kFewThreads, kVectors>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Share<false> share(p);
+  const Share share(p);
   begin_block<kStages, kFewThreads, Sum>(p, share, full, empty, &arrived);
   if (threadIdx.x >= kFewThreads) {
     if (elect()) Stage::template run<kStages>(p, &map, ring, full, empty, share);

@@ -413,7 +413,7 @@ using namespace int4;
 Int4Scratch int4_scratch(const Int4Matrix& weight, int m, int device) {
   if (m < 1) return {};
   const Partition part = partition(weight, m, device);
-  if (part.sharers != 0) return {};
+  if (part.sharers != 0 || part.whole) return {};
   return {static_cast<size_t>(2) * part.blocks * part.outputs * part.tokens * sizeof(float),
           static_cast<size_t>(part.units)};
 }
@@ -434,7 +434,6 @@ void int4_linear(const Int4Matrix& weight, const float* bias, const void* x, boo
   p.line = part.line;
   p.share = part.share;
   p.sharers = part.sharers;
-  p.mates = part.mates;
   p.token_blocks = part.token_blocks;
   p.silent = weight.every_lane ? 0 : 31;
   const auto on = static_cast<cudaStream_t>(stream);

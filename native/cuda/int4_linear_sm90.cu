@@ -3,6 +3,7 @@
 //   up to 16 tokens  int4_few_sm90.cu: mma.m16n8k16 as on sm_80, sums scaled in fp32
 //   more             int4_many_sm90.cu: wgmma, weights from registers, activations from shared memory
 //                    int4_narrow_sm90.cu: the same in smaller blocks
+//                    int4_whole_sm90.cu: in blocks of whole sums, for small layers
 //
 // A layer with much work is one line of stages, as in int4_linear.cu. In a small one each strip is shared by a cluster
 // of blocks, which add up their sums through each other's shared memory: no scratch, no counters, and less waiting.
@@ -40,10 +41,11 @@ CUtensorMap map_of(const Int4Arguments& p, int rows, bool fp16) {
 }  // namespace
 
 void run_sm90(Int4Arguments p, const Partition& part, bool fp16, int device, cudaStream_t stream) {
-  const CUtensorMap map = map_of(p, part.tokens / part.mates, fp16);
+  const CUtensorMap map = map_of(p, part.tokens, fp16);
   const Call call{p, part, map, device, stream};
   if (part.tokens <= 16) run_few_sm90(call, fp16);
-  else is_narrow(part.tokens, part.outputs) ? run_narrow_sm90(call, fp16) : run_many_sm90(call, fp16);
+  else if (part.whole) run_whole_sm90(call, fp16);
+  else is_narrow(part) ? run_narrow_sm90(call, fp16) : run_many_sm90(call, fp16);
 }
 
 }  // namespace ktinject::cuda::int4

@@ -27,12 +27,11 @@ __device__ __forceinline__ void to_scaled_operand(uint32_t* a, uint32_t word, co
 }
 
 // Adds up `count` stages of one strip: a warpgroup's kTiles × 64 outputs. my_…: addresses in shared memory, this
-// lane's. `second`: where the stage's second group begins. kMates: there may be a mate, and it waits for slots, too.
-template <class T, class Shape, int kTokens, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed, bool kMates>
+// lane's. `second`: where the stage's second group begins.
+template <class T, class Shape, int kTokens, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>
 __device__ __forceinline__ void multiply_strip(const Int4Arguments& p, float (&sum)[kTiles][kTokens / 2], int count,
-                                               const uint8_t* ring, uint32_t my_barrier, uint32_t mate_barrier,
-                                               uint32_t my_words, uint32_t my_scales, int second, int lane, int& slot,
-                                               int& parity) {
+                                               const uint8_t* ring, uint32_t my_barrier, uint32_t my_words,
+                                               uint32_t my_scales, int second, int lane, int& slot, int& parity) {
   using Stage = typename Shape::Stage;
   constexpr int kStages = Shape::kStages, kPair = kZeros ? 4 : 2;
   uint4 words;                    // of the tile that is converted
@@ -52,9 +51,6 @@ __device__ __forceinline__ void multiply_strip(const Int4Arguments& p, float (&s
   auto release = [&](int used) {
     if (used < 0 || (lane & p.silent) != 0) return;
     arrive(my_barrier + (kStages + used) * 8);
-    if constexpr (kMates) {
-      if (p.mates > 1) arrive_there(mate_barrier + (kStages + used) * 8);
-    }
   };
   // sums += now · activations, while the codes of `tile` become `next`. `turns`: it is of the next stage.
   auto multiply = [&](float (&sums)[kTokens / 2], const uint32_t (&now)[16], uint32_t (&next)[16], int tile,
@@ -69,7 +65,7 @@ __device__ __forceinline__ void multiply_strip(const Int4Arguments& p, float (&s
       if (j == 0) {
         if (turns) {
           held = slot;
-          advance<kStages>(slot, parity);
+          advance<kStages, Shape::kSets>(slot, parity);
           wait(my_barrier + slot * 8, parity);
         }
         take(tile);
@@ -92,7 +88,7 @@ __device__ __forceinline__ void multiply_strip(const Int4Arguments& p, float (&s
     wgmma_wait<0>();
     if (kTiles == 1) release(held);
     release(slot);
-    advance<kStages>(slot, parity);
+    advance<kStages, Shape::kSets>(slot, parity);
   };
   int rest = count - 1;
   if constexpr (kTiles == 1) {
@@ -139,6 +135,76 @@ __device__ __forceinline__ void write_cluster(const Int4Arguments& p, const floa
     write<T>(p, each, output, token + vector % (kTokens / 8) * 8 + thread % 4 * 2, bias_of(p, output),
              bias_of(p, output + 1));
   });
+}
+
+// A block that has a share of the line of stages, or that is one of a cluster. Shape: kGroups warpgroups multiply
+// kTiles × 64 outputs each with kTokens tokens, and those of one more `fetch`.
+template <class T, class Shape, bool kHalfGroups, bool kZeros, bool kMixed>
+__device__ __forceinline__ void run_block(const Int4Arguments& p, const CUtensorMap* map) {
+  extern __shared__ __align__(1024) uint8_t ring[];
+  using Stage = typename Shape::Stage;
+  constexpr int kTokens = Shape::kTokens, kGroups = Shape::kGroups, kTiles = Shape::kTiles;
+  constexpr int kThreads = kGroups * 128, kVectors = kTiles * kTokens / 8;
+  constexpr int kStages = Shape::kStages, kPair = kZeros ? 4 : 2;
+  constexpr int kStrip = kGroups * kTiles;
+  static_assert(kStrip <= 4, "as they are packed");
+  __shared__ uint64_t full[2 * kStages];
+  uint64_t* empty = full + kStages;
+  using Sum = ClusterSum<kThreads, kVectors>;
+  __shared__ uint64_t arrived;
+  __shared__ int is_last[2];
+  const Share share(p);
+  begin_block<kStages, kThreads, Sum>(p, share, full, empty, &arrived);
+  if (threadIdx.x >= kThreads) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kFetch));
+    Shape::fetch(p, map, ring, full, empty, share, (threadIdx.x - kThreads) / 32);
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kMultiply));
+  const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  float sum[kTiles][kTokens / 2];
+  float (&all)[kVectors * 4] = *reinterpret_cast<float (*)[kVectors * 4]>(&sum);
+  // Addresses that stay in registers: the compiler would make them anew at every stage.
+  const uint32_t my_barrier = keep(shared_address(full));
+  const uint32_t my_words = keep(shared_address(ring)) + Stage::kWords + group * kTiles * 2048 + warp * 512 + lane * 16;
+  const uint32_t my_scales =
+      keep(shared_address(ring)) + Stage::kScales + (group * kTiles * 64 + warp * 16 + lane / 4 * 2) * kPair;
+  int unit = share.begin / p.depth, tile0 = 0, token = 0, slot = 0, parity = 0;
+  for (int left = share.count, depth = share.begin - unit * p.depth; left > 0; depth = 0, ++unit) {
+    const int here = min(p.depth - depth, left);
+    left -= here;
+    tile0 = unit / p.token_blocks * (kGroups * kTiles), token = unit % p.token_blocks * kTokens;
+#pragma unroll
+    for (int j = 0; j < kVectors * 4; ++j) all[j] = 0;
+    const int second = min(kStrip, p.tiles64 - tile0) * 64 * kPair;
+    multiply_strip<T, Shape, kTokens, kTiles, kHalfGroups, kZeros, kMixed>(p, sum, here, ring, my_barrier, my_words,
+                                                                           my_scales, second, lane, slot, parity);
+    if (p.sharers != 0) break;
+    if (join<kThreads, kVectors>(p, unit, all, is_last))
+      write_strip<T, kTokens>(p, sum, tile0 * 64 + group * kTiles * 64 + warp * 16 + lane / 4 * 2,
+                              token + lane % 4 * 2);
+  }
+  if (p.sharers == 0) return;
+  auto* parts = reinterpret_cast<float4*>(ring + kStages * Stage::kBytes);
+  write_cluster<T, kTokens, kTiles, Sum>(p, all, tile0, token, share, parts, &arrived);
+}
+
+// Calls `run<T, kHalfGroups, kZeros, kMixed>` for the kind of a product's weights and activations.
+template <class Run>
+void for_kind(const Call& c, bool fp16, Run run) {
+  auto of_scales = [&]<class T, bool kMixed>() {
+    if (c.p.stages_per_group == 0)
+      c.p.scale_bytes == 4 ? run.template operator()<T, true, true, kMixed>()
+                           : run.template operator()<T, true, false, kMixed>();
+    else
+      c.p.scale_bytes == 4 ? run.template operator()<T, false, true, kMixed>()
+                           : run.template operator()<T, false, false, kMixed>();
+  };
+  if (fp16)
+    c.p.fp16_scales ? of_scales.template operator()<__half, false>() : of_scales.template operator()<__half, true>();
+  else
+    c.p.fp16_scales ? of_scales.template operator()<__nv_bfloat16, true>()
+                    : of_scales.template operator()<__nv_bfloat16, false>();
 }
 
 }  // namespace ktinject::cuda::int4

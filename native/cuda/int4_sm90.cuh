@@ -16,40 +16,39 @@ namespace ktinject::cuda::int4 {
 
 using namespace hopper;  // NOLINT
 
-// The stages of a block: a share of the line, or of one strip. kMates: a cluster may have two strips.
-template <bool kMates>
+// The stages of a block: a share of the line, or of one strip.
 struct Share {
   int begin, count;
-  int rank = 0, mate = 0;  // in its cluster: among the sharers of a strip, and the strip's place
+  int rank = 0;  // in its cluster, among the sharers of a strip
   __device__ explicit Share(const Int4Arguments& p) {
     if (p.sharers == 0) {
       begin = blockIdx.x * p.share;
       count = min(p.share, p.line - begin);
       return;
     }
-    int unit = blockIdx.x / p.sharers;
+    const int unit = blockIdx.x / p.sharers;
     rank = blockIdx.x % p.sharers;
-    if constexpr (kMates) {
-      const int cluster = unit / p.mates;
-      mate = unit % p.mates;
-      unit = (cluster / p.token_blocks * p.mates + mate) * p.token_blocks + cluster % p.token_blocks;
-    }
     begin = unit * p.depth + rank * p.depth / p.sharers;
     count = unit * p.depth + (rank + 1) * p.depth / p.sharers - begin;
   }
 };
 
-// The next slot of a ring, and the parity of its barriers.
-template <int kStages>
+// The next slot of a ring, or the one kStep further, and the parity of its barriers.
+template <int kStages, int kStep = 1>
 __device__ __forceinline__ void advance(int& slot, int& parity) {
-  if (++slot == kStages) slot = 0, parity ^= 1;
+  static_assert(kStages % kStep == 0);
+  if constexpr (kStep == 1) {
+    if (++slot == kStages) slot = 0, parity ^= 1;
+  } else {
+    slot += kStep;
+    if (slot >= kStages) slot -= kStages, parity ^= 1;
+  }
 }
 
 // One thread asks for the stages of a block.
 //
 //   stage   activations [kTokens][64]; words of kTiles × 64 outputs; scales, [groups][256] for each four tiles
-// kMates: two strips may share activations, and the second one of the last two may not be there.
-template <int kTokens, int kTiles, bool kMates = false>
+template <int kTokens, int kTiles>
 struct Fetch {
   static constexpr int kStrips = (kTiles + 3) / 4;  // as they are packed
   static constexpr int kWords = kTokens * 128;
@@ -75,7 +74,7 @@ struct Fetch {
       unit = new_unit;
       depth = new_depth;
       const int tile = unit / p.token_blocks * kTiles;
-      const int real = kMates ? max(0, min(kTiles, p.tiles64 - tile)) : min(kTiles, p.tiles64 - tile);
+      const int real = min(kTiles, p.tiles64 - tile);
       const int group = p.stages_per_group == 0 ? 2 * depth : depth / p.stages_per_group;
       left = p.stages_per_group == 0 ? 1 : p.stages_per_group - depth % p.stages_per_group;
       bytes = real * (2048 + (p.stages_per_group == 0 ? 2 : 1) * 64 * p.scale_bytes) + kTokens * 128;
@@ -137,7 +136,7 @@ struct Fetch {
   // In a ring of kStages. Weights first: they do not depend on the kernel before.
   template <int kStages>
   static __device__ __forceinline__ void run(const Int4Arguments& p, const CUtensorMap* map, uint8_t* ring,
-                                             uint64_t* full, uint64_t* empty, const Share<kMates>& share) {
+                                             uint64_t* full, uint64_t* empty, const Share& share) {
     Weights weights(p, share.begin);
     const int first = min(kStages, share.count);
     for (int i = 0; i < first; ++i, weights.next()) weights.ask(ring + i * kBytes, full + i);
@@ -252,7 +251,7 @@ __device__ __forceinline__ bool join(const Int4Arguments& p, int unit, float (&s
 }
 
 // Sums of a strip that is shared by the blocks of a cluster: each block adds up a part of them, in the blocks' order.
-template <int kThreads, int kVectors, bool kMates>
+template <int kThreads, int kVectors>
 struct ClusterSum {
   static constexpr int kItems = kThreads * kVectors;
 
@@ -271,13 +270,12 @@ struct ClusterSum {
   // Hands sums to `use(thread, vector, sum)`. `parts`: shared memory for kItems float4, and for one more a
   // block if the sharers do not divide them.
   template <class Use>
-  static __device__ __forceinline__ void run(const Int4Arguments& p, const Share<kMates>& share, float4* parts,
+  static __device__ __forceinline__ void run(const Int4Arguments& p, const Share& share, float4* parts,
                                              uint64_t* arrived, const float (&sum)[4 * kVectors], Use use) {
-    const int rank = share.rank, each = each_of(p), mine = mine_of(p, rank), first = share.mate * p.sharers;
+    const int rank = share.rank, each = each_of(p), mine = mine_of(p, rank);
     static_assert(kItems < 1 << 15);
     const uint32_t inverse = 0xffffffff / each + 1;  // exact for all items: their product with its error is below 2^32
     cluster_wait();                                  // all blocks have begun
-    if (kMates && p.mates > 1) cluster_arrive_again();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int item = i * kThreads + threadIdx.x, owner = __umulhi(item, inverse);
@@ -287,8 +285,8 @@ struct ClusterSum {
         continue;
       }
       const uint32_t to = shared_address(part);
-      push(address_in(to, first + owner), sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3],
-           address_in(shared_address(arrived), first + owner));
+      push(address_in(to, owner), sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3],
+           address_in(shared_address(arrived), owner));
     }
     wait_for_previous();
     sync_consumers<kThreads>();
@@ -299,16 +297,15 @@ struct ClusterSum {
       for (int i = 0; i < p.sharers; ++i) add(all, parts[i * each + item]);
       use((rank * each + item) % kThreads, (rank * each + item) / kThreads, all);
     }
-    if (kMates && p.mates > 1) cluster_wait();  // until then a mate may still release slots here
   }
 };
 
 // What every block begins with: the barriers of its ring, and of its cluster's sums, which are ready then.
-template <int kStages, int kThreads, class Sum, bool kMates>
-__device__ __forceinline__ void begin_block(const Int4Arguments& p, const Share<kMates>& share, uint64_t* full,
-                                            uint64_t* empty, uint64_t* sums_arrived) {
+template <int kStages, int kThreads, class Sum>
+__device__ __forceinline__ void begin_block(const Int4Arguments& p, const Share& share, uint64_t* full, uint64_t* empty,
+                                            uint64_t* sums_arrived) {
   if (threadIdx.x == 0) {
-    const int releases = (kMates ? p.mates : 1) * arrivals(p, kThreads);
+    const int releases = arrivals(p, kThreads);
     for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, releases);
     if (p.sharers > 0) Sum::prepare(p, share.rank, sums_arrived);
     barriers_ready();
@@ -349,6 +346,7 @@ struct Call {
 void run_few_sm90(const Call& c, bool fp16);
 void run_many_sm90(const Call& c, bool fp16);
 void run_narrow_sm90(const Call& c, bool fp16);
+void run_whole_sm90(const Call& c, bool fp16);
 
 inline void launch(void (*kernel)(Int4Arguments, CUtensorMap), std::atomic<uint64_t>& ready, int bytes, int threads,
                    const Call& c) {
@@ -361,7 +359,7 @@ inline void launch(void (*kernel)(Int4Arguments, CUtensorMap), std::atomic<uint6
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(c.p.sharers * c.p.mates), 1, 1};
+  attributes[1].val.clusterDim = {static_cast<unsigned>(c.p.sharers), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(c.part.blocks);
   config.blockDim = dim3(threads);

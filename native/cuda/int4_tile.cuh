@@ -40,7 +40,6 @@ struct Int4Arguments {
   int line;          // stages in all
   int share;         // stages a block
   int sharers;       // blocks of a cluster that share a strip; 0: the line is cut into shares
-  int mates;         // strips of a cluster, whose blocks fetch activations for each other: 1 or 2
   int token_blocks;  // blocks of tokens of a strip
   int silent;        // bits of the lanes that do not release slots: 31, or 0 if every lane does
 };
