@@ -44,7 +44,9 @@ class _Part(NamedTuple):
 
 def _part_of(module: Any, x: Tensor) -> _Part | None:
     """What `decode_ops.linear` takes of a linear layer of x [m, k]; None if it cannot take its place."""
-    if x.dtype == torch.float32 or len(x) > decode_ops.MOST_ROWS or getattr(module, "_forward_hooks", None):
+    if x.dtype == torch.float32 or len(x) > decode_ops.MOST_ROWS:
+        return None
+    if module._forward_hooks or module._forward_pre_hooks:
         return None
     if type(module) is Int4Linear:
         found = module.packed()
