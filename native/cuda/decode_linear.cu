@@ -208,7 +208,7 @@ struct Int4 {
   template <int kTiles>
   static constexpr int kProducts = kTiles;
   template <int kTiles>
-  static constexpr int own = 4;
+  static constexpr int own = kTiles <= 2 ? 8 : 4;
   __host__ __device__ static constexpr int held(int tiles, bool hopper) {
     const int most = hopper ? 16 : 6;
     return most / tiles > 0 ? most / tiles * tiles : tiles;
