@@ -397,10 +397,10 @@ __device__ __forceinline__ void apply_norm(const DecodeLinear& p, float scale, c
     unpack<T>(own[i], values);
     unpack<T>(factors[i], weights);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float normed = values[j] * scale;
-      values[j] = (weights[j] + p.norm_offset) * (p.rounds_first ? rounded<T>(normed) : normed);
-    }
+    for (int j = 0; j < 8; ++j) values[j] *= scale;
+    if (p.rounds_first) round_all<T>(values);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] *= weights[j] + p.norm_offset;
     own[i] = pack<T>(values);
   }
 }
