@@ -432,7 +432,10 @@ def advance(cache_position: Tensor, positions: Tensor, mask: Tensor) -> None:
     if not (cache_position.is_cuda and _native.cuda_built()):
         cache_position.add_(1)
         positions.add_(1)
-        mask[..., cache_position[cache_position < mask.shape[-1]]] = True
+        if not cache_position.is_cpu:
+            mask[..., cache_position[cache_position < mask.shape[-1]]] = True
+        elif (place := int(cache_position)) < mask.shape[-1]:  # a number costs less than an index of one
+            mask[..., place] = True
         return
     _native.advance(
         address("cache position", cache_position, cache_position.device, torch.int64, (1,)),

@@ -34,46 +34,76 @@ class Rows {
   KTINJECT_INLINE void run() {
     if constexpr (!kReady) tile_.prefetch_head();
     for (int row = 0; row < M; ++row) {
+      begin(row);
       sum_[row] = _mm512_setzero_ps();
       less_[row] = _mm512_setzero_si512();
     }
+    const std::byte* x = rows_.x;
 #pragma GCC unroll 1
-    for (int pair = 0; pair < Tile::kPairs; ++pair) {
-      // In each 32-bit lane, s of two runs.
-      const __m512i both = scales(tile_, pair), other = kKind.has_min ? minima(tile_, pair) : both;
-      for (int row = 0; row < M; ++row)
-        less_[row] =
-            _mm512_add_epi32(less_[row], _mm512_madd_epi16(other, _mm512_set1_epi32(rows_.sum_pair(row, pair))));
-      const __m512 first = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 16), 16));
-      const __m512 second = _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 16));
-      if constexpr (kKind.run == 32) {
-        if constexpr (!kReady) tile_.prefetch(2 * pair), tile_.prefetch(2 * pair + 1);
-        one_run<0>(2 * pair, first, std::make_integer_sequence<int, 8>());
-        one_run<0>(2 * pair + 1, second, std::make_integer_sequence<int, 8>());
-      } else {
-        if constexpr (!kReady) tile_.prefetch(pair);
-        one_run<0>(pair, first, std::make_integer_sequence<int, 4>());
-        one_run<4>(pair, second, std::make_integer_sequence<int, 4>());
-      }
+    for (int at = 0; at < kSuperblock / 64; ++at, x += rows_.block_stride) {
+      two_runs<0>(at, x);
+      if constexpr (kKind.run == 16) two_runs<1>(at, x);
     }
     end();
   }
 
  private:
+  // Pair kPair of the runs of the 64 inputs `at`; x: of these, the first row's.
+  template <int kPair>
+  KTINJECT_INLINE void two_runs(int at, const std::byte* x) {
+    constexpr int kFirst = kPair * 8, kSecond = kFirst + Tile::kQuads;
+    const int pair = at * (32 / kKind.run) + kPair;
+    if constexpr (!kReady) {
+      tile_.prefetch(2 * at + kPair);
+      if constexpr (kKind.run == 32) tile_.prefetch(2 * at + 1);
+    }
+    // In each 32-bit lane, s of two runs.
+    const __m512i both = scales(tile_, pair);
+    if constexpr (kKind.has_min) {
+      const __m512i t = minima(tile_, pair);
+      for (int row = 0; row < M; ++row)
+        less_[row] = _mm512_dpwssd_epi32(less_[row], t, _mm512_set1_epi32(offsets_[row][pair]));
+    }
+    // As fp32, 2^16 times as large: so nothing need be moved down.
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+    using Quads = std::make_integer_sequence<int, Tile::kQuads>;
+    one_run<kFirst>(2 * pair, at, x, _mm512_cvtepi32_ps(_mm512_slli_epi32(both, 16)), Quads());
+    one_run<kSecond>(2 * pair + 1, at, x, _mm512_cvtepi32_ps(_mm512_and_si512(both, upper)), Quads());
+  }
+
+  // Of quad kQuad of the 64 inputs `at`.
   template <int kQuad>
-  __m512i codes(int chunk) const {
-    if constexpr (kReady) return load(bytes_ + (chunk * 8 + kQuad) * 64);
-    else return codes_of<kFormat, kQuad>(tile_.codes(chunk));
+  __m512i codes(int at) const {
+    if constexpr (kReady) return load(bytes_ + (at * 16 + kQuad) * 64);
+    else return codes_of<kFormat, kQuad % 8>(tile_.codes(2 * at + kQuad / 8));
+  }
+
+  // What a row adds to the sums of the block whatever its codes are: with minima, the sums of its runs, two to be
+  // multiplied at once; else what a run's products begin with.
+  KTINJECT_INLINE void begin(int row) {
+    const int32_t* sums = rows_.sums + row * rows_.groups;
+    if constexpr (kKind.has_min && Tile::kRuns == 16)
+      _mm256_store_si256(reinterpret_cast<__m256i*>(offsets_[row]), _mm512_cvtepi32_epi16(_mm512_loadu_si512(sums)));
+    else if constexpr (kKind.has_min)
+      _mm_store_si128(reinterpret_cast<__m128i*>(offsets_[row]),
+                      _mm256_cvtepi32_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums))));
+    else if constexpr (Tile::kRuns == 16)
+      _mm512_store_si512(offsets_[row], _mm512_mullo_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi32(-kZero)));
+    else
+      _mm256_store_si256(
+          reinterpret_cast<__m256i*>(offsets_[row]),
+          _mm256_mullo_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums)), _mm256_set1_epi32(-kZero)));
   }
 
   template <int kFirst, int... kAt>
-  KTINJECT_INLINE void one_run(int chunk, __m512 s, std::integer_sequence<int, kAt...>) {
+  KTINJECT_INLINE void one_run(int run, int at, const std::byte* x, __m512 s, std::integer_sequence<int, kAt...>) {
     __m512i products[M];
-    for (auto& product : products) product = _mm512_setzero_si512();
+    for (int row = 0; row < M; ++row)
+      products[row] = kKind.has_min ? _mm512_setzero_si512() : _mm512_set1_epi32(offsets_[row][run]);
     auto quad = [&]<int kQuad>(std::integral_constant<int, kQuad>) __attribute__((always_inline)) {
-      const __m512i w = codes<kQuad>(chunk);
+      const __m512i w = codes<kQuad>(at);
       for (int row = 0; row < M; ++row) {
-        const auto* a = reinterpret_cast<const int32_t*>(rows_.quad(row, chunk * 32 + kQuad * 4));
+        const auto* a = reinterpret_cast<const int32_t*>(x + row * 64 + kQuad * 4);
         products[row] = _mm512_dpbusd_epi32(products[row], w, _mm512_set1_epi32(*a));
       }
     };
@@ -82,13 +112,11 @@ class Rows {
   }
 
   KTINJECT_INLINE void end() const {
-    const __m512 d = _mm512_cvtph_ps(load_half(tile_.d())), zero = _mm512_set1_ps(static_cast<float>(kZero));
+    const __m512 d = _mm512_mul_ps(_mm512_cvtph_ps(load_half(tile_.d())), _mm512_set1_ps(0x1p-16f));
     for (int row = 0; row < M; ++row) {
-      const __m512 less = _mm512_cvtepi32_ps(less_[row]);
-      __m512 value;
+      __m512 value = _mm512_mul_ps(d, sum_[row]);
       if constexpr (kKind.has_min)
-        value = _mm512_fnmadd_ps(_mm512_cvtph_ps(load_half(tile_.m())), less, _mm512_mul_ps(d, sum_[row]));
-      else value = _mm512_mul_ps(d, _mm512_fnmadd_ps(zero, less, sum_[row]));
+        value = _mm512_fnmadd_ps(_mm512_cvtph_ps(load_half(tile_.m())), _mm512_cvtepi32_ps(less_[row]), value);
       float* to = rows_.c + row * kPanel;
       const __m512 scale = _mm512_set1_ps(rows_.scale[row * rows_.scales]);
       _mm512_storeu_ps(to,
@@ -101,6 +129,7 @@ class Rows {
   const std::byte* const bytes_;
   __m512 sum_[M];
   __m512i less_[M];
+  alignas(64) int32_t offsets_[M][16];
 };
 
 template <Format kFormat>

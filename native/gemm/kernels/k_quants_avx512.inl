@@ -5,13 +5,17 @@
 inline __m512i load(const std::byte* p) { return _mm512_load_si512(p); }
 inline __m256i load_half(const std::byte* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
 
-// `bits` bits from bit `from` on of each byte, brought to bit `to`.
-template <int bits, int from, int to>
-inline __m512i field(__m512i v) {
-  const __m512i mask = _mm512_set1_epi8(static_cast<char>(((1 << bits) - 1) << to));
-  if constexpr (from > to) v = _mm512_srli_epi16(v, from - to);
-  if constexpr (from < to) v = _mm512_slli_epi16(v, to - from);
-  return _mm512_and_si512(v, mask);
+// Each byte's bit `from` brought to bit `to`, with others beside it.
+template <int from, int to>
+inline __m512i moved(__m512i v) {
+  if constexpr (from > to) return _mm512_srli_epi16(v, from - to);
+  else if constexpr (from < to) return _mm512_slli_epi16(v, to - from);
+  else return v;
+}
+// The lowest `bits` bits of each byte.
+template <int bits>
+inline __m512i lowest() {
+  return _mm512_set1_epi8(static_cast<char>((1 << bits) - 1));
 }
 
 // Codes of quad `kQuad` of 32 inputs, for 16 outputs; of iq4_xs their values, and kIq4Offset.
@@ -19,12 +23,14 @@ template <Format kFormat, int kQuad>
 inline __m512i codes_of(const std::byte* rows) {
   constexpr KQuant kKind = k_quant(kFormat);
   constexpr int kLowQuads = 8 / kKind.low;
-  __m512i code = field<kKind.low, kQuad % kLowQuads * kKind.low, 0>(load(rows + kQuad / kLowQuads * 64));
+  __m512i code = moved<kQuad % kLowQuads * kKind.low, 0>(load(rows + kQuad / kLowQuads * 64));
   if constexpr (kKind.high > 0) {
     constexpr int kHighQuads = 8 / kKind.high;
-    const __m512i high = load(rows + (kKind.low + kQuad / kHighQuads) * 64);
-    code = _mm512_or_si512(code, field<kKind.high, kQuad % kHighQuads * kKind.high, kKind.low>(high));
+    const __m512i high =
+        moved<kQuad % kHighQuads * kKind.high, kKind.low>(load(rows + (kKind.low + kQuad / kHighQuads) * 64));
+    code = _mm512_ternarylogic_epi32(code, high, lowest<kKind.low>(), 0xe4);  // of `code` the lowest bits
   }
+  code = _mm512_and_si512(code, lowest<kKind.low + kKind.high>());
   if constexpr (kFormat == Format::iq4_xs) {
     const __m128i values = _mm_add_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kIq4Values)),
                                         _mm_set1_epi8(static_cast<char>(kIq4Offset)));

@@ -769,11 +769,13 @@ class TestBetweenSteps:
             assert a.shape == b.shape
             assert (a.float() - b.float()).abs().max() <= (2**-7 if dtype != torch.float32 else 1e-5)
 
-    def test_advance_moves_on_by_one(self, dtype: torch.dtype, half: int) -> None:
-        for device in ("cuda", "cpu"):
-            position, positions = torch.tensor([half], device=device), torch.tensor([[3], [5]], device=device)
-            mask = torch.zeros(2, 1, 1, half + 2, dtype=torch.bool, device=device)
-            for _ in range(2):  # the second time there is no such position
-                decode_ops.advance(position, positions, mask)
-            assert position.item() == half + 2 and positions.tolist() == [[5], [7]]
-            assert mask.nonzero()[:, 3].tolist() == [half + 1] * 2
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("last", [8, 64])
+def test_advance_moves_on_by_one(device: str, last: int) -> None:
+    position, positions = torch.tensor([last], device=device), torch.tensor([[3], [5]], device=device)
+    mask = torch.zeros(2, 1, 1, last + 2, dtype=torch.bool, device=device)
+    for _ in range(2):  # the second time there is no such position
+        decode_ops.advance(position, positions, mask)
+    assert position.item() == last + 2 and positions.tolist() == [[5], [7]]
+    assert mask.nonzero()[:, 3].tolist() == [last + 1] * 2
