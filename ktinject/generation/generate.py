@@ -30,6 +30,7 @@ from ktinject.generation import (
     foreseen,
     kept_cache,
     own_loop,
+    short_memory,
     speculation,
     stateful,
 )
@@ -50,6 +51,8 @@ def install(model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
     if model.device.type == "cpu":
         openmp.let_threads_sleep()
         openmp.outlive_forks()
+    if group is None:
+        short_memory.install(model)
     if not isinstance(model, GenerationMixin):
         return
     if not (known := compat.support("generation")):

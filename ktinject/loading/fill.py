@@ -225,8 +225,7 @@ def _portions(
         operator = operators[path]
         for source in plan.mapping.targets.get(f"{path}.{name}", ()):
             key, expert, part = source.key, source.expert, source.part
-            # A bias is a number for each output, whatever blocks a file has it in.
-            stored = not name.endswith("bias") and read.is_in(key, operator.native_formats)
+            stored = operator.takes_codes(name) and read.is_in(key, operator.native_formats)
             by_slice = read.is_by_slice(key) if stored else True
             if expert is None and operator.per_expert and by_slice:
                 experts = range(read.shape(key)[0])

@@ -96,6 +96,18 @@ class Ring:
         slots = [*self._free, *(copy.slot for copy in self._ahead)]
         return sum(t.numel() * t.element_size() for t in [self._workspace, *(slot.memory for slot in slots)])
 
+    @property
+    def is_short(self) -> bool:
+        """Whether chunks are smaller than they should be, since there was no room."""
+        return 0 < self._chunk_bytes < max(CHUNK_BYTES, self._least())
+
+    def let_grow(self) -> None:
+        """There is room again."""
+        self._chunk_bytes = 0
+
+    def _least(self) -> int:
+        return max(layer.expert_bytes for held in self._layers if (layer := held()) is not None)
+
     def reserve(self) -> None:
         """Allocate slots and workspace that suit all layers. If memory is short, use smaller chunks.
 
