@@ -439,9 +439,6 @@ class HybridExperts(CpuExperts):
         captured = torch.cuda.is_current_stream_capturing()
         streamed = self._streams(*top_k_index.shape) if ranks is None and not captured else 0
         if streamed:
-            ring = self.streamed.ring if self.streamed is not None else None
-            if ring is not None and ring.is_short and lent.give_back({ring.device}):
-                ring.let_grow()
             try:
                 with self._queueing:
                     return self._stream(streamed, hidden_states, top_k_index, top_k_weights)

@@ -354,7 +354,8 @@ class Decoding:
         Returns  bytes that torch has for other tensors now, of all models on these GPUs; give them to other programs
                  by torch.cuda.empty_cache()
         """
-        return lent.give_back(self.devices)
+        with self.alone():
+            return lent.give_back(self.devices)
 
     def several_forwards(self) -> list[Forward]:
         """The model on tokens of one text, each a row: first with few kernels, if steps have them, then its own."""

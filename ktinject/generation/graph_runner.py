@@ -221,6 +221,10 @@ class GraphRunner:
         graph.replay()
         self._from.copy_(self._order)
 
+    @property
+    def _devices(self) -> set[torch.device]:
+        return {self.device, *self.cache.devices}
+
     def graph_of(
         self,
         graphs: dict[Any, PiecewiseGraph | None],
@@ -233,7 +237,7 @@ class GraphRunner:
         state  what work that is done twice must find as it was
         """
         if key not in graphs and self.graphs:
-            graphs[key] = lent.retried(lambda: self._capture(work, [*state]), {self.device})
+            graphs[key] = lent.retried(lambda: self._capture(work, [*state]), self._devices)
             self.graphs = SUPPORTED  # steps of one token are captured without it
         return graphs.get(key)
 
@@ -305,7 +309,7 @@ class GraphRunner:
                 self.captures += 1
                 return graph
             except NotCapturable as error:
-                if isinstance(error.first, torch.OutOfMemoryError) and lent.is_lent({self.device}):
+                if isinstance(error.first, torch.OutOfMemoryError) and lent.is_lent(self._devices):
                     raise error.first from None
                 self.graphs = Support.no(str(error))
                 logger.warning("a decode step cannot be captured, it runs eagerly from now on: %s", error)

@@ -36,7 +36,8 @@ class Borrower(Protocol):
         """
 
 
-_borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
+# Replaced as a whole: who only looks takes no lock, and may hold one that giving back waits for.
+_borrowers: tuple[weakref.ref[Borrower], ...] = ()
 _lock = threading.Lock()
 # Memory of which nobody knows whether it is still read.
 _stuck: list[Tensor] = []
@@ -50,14 +51,14 @@ def times() -> int:
 
 def lend(borrower: Borrower) -> None:
     """Memory of this layer may be asked back."""
+    global _borrowers
     with _lock:
-        _borrowers.add(borrower)
+        _borrowers = (*(one for one in _borrowers if one() is not None), weakref.ref(borrower))
 
 
 def lent_bytes(device: torch.device) -> int:
     """Bytes that can be given back on a device."""
-    with _lock:
-        return sum(memory.nbytes for _, memory in _held({device}))
+    return sum(memory.nbytes for _, memory in _held({device}))
 
 
 def is_capturing() -> bool:
@@ -73,8 +74,7 @@ def free_bytes(device: torch.device) -> int:
 
 def is_lent(devices: Collection[torch.device]) -> bool:
     """Whether there is something to be given back."""
-    with _lock:
-        return next(_held(devices), None) is not None
+    return next(_held(devices), None) is not None
 
 
 def give_back(devices: Collection[torch.device]) -> int:
@@ -87,7 +87,7 @@ def give_back(devices: Collection[torch.device]) -> int:
         return 0
     with _lock:
         freed: dict[torch.device, list[Tensor]] = {}
-        for borrower, _ in _held(devices):
+        for borrower in [one for one, _ in _held(devices)]:  # and not their memory, which is to go
             try:
                 memory = borrower.give_back()
             except RuntimeError as error:
@@ -129,7 +129,8 @@ def retried(make: Callable[[], Made], devices: Collection[torch.device]) -> Made
 
 
 def _held(devices: Collection[torch.device]) -> Iterator[tuple[Borrower, Tensor]]:
-    for borrower in [*_borrowers]:
-        memory = borrower.lent()
-        if memory is not None and memory.device in devices:
+    for held in _borrowers:
+        borrower = held()
+        memory = None if borrower is None else borrower.lent()
+        if borrower is not None and memory is not None and memory.device in devices:
             yield borrower, memory

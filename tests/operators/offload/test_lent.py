@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else has borrowed anything; a device is through at once."""
-    monkeypatch.setattr(lent, "_borrowers", type(lent._borrowers)())
+    monkeypatch.setattr(lent, "_borrowers", ())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
 
