@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--graphs", choices=["auto", "on", "off"], default="auto")
     args = parser.parse_args()
-    variables = rules.parse_overrides(args.set) or {"experts": "int4"}
+    variables = {"gpu_experts": 0, **rules.parse_overrides([*(args.set or ["experts=int4"])])}
     if args.model is not None:
         model = ktinject.load(args.model, variables=variables, devices=[args.device], progress=False)
     else:

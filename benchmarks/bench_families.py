@@ -108,7 +108,9 @@ def _build(config: Any, device: str | None, variables: list[str], asked: list[st
 
     def build(variables: list[str]) -> Any:
         return random_models.build(
-            config, devices=device, variables=rules.parse_overrides([*variables, *asked])
+            config,
+            devices=device,
+            variables={"gpu_experts": 0, **rules.parse_overrides([*variables, *asked])},
         )
 
     try:

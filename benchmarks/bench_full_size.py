@@ -43,7 +43,10 @@ def main() -> None:
     model = random_models.build(
         random_models.config(arguments.shape, arguments.layers),
         devices=arguments.device,
-        variables=rules.parse_overrides([f"experts={arguments.weights}", *arguments.set]),
+        variables={
+            "gpu_experts": 0,
+            **rules.parse_overrides([f"experts={arguments.weights}", *arguments.set]),
+        },
     )
     seconds = time.perf_counter() - start
     gc.collect()

@@ -64,7 +64,10 @@ def main() -> None:
         lines = []
         # As in a GGUF file, attention has the experts' format; on a GPU it is not what takes the time.
         dense = [f"dense={weights}"] if arguments.device == "cpu" else []
-        variables = rules.parse_overrides([f"experts={weights}", *dense, *arguments.set])
+        variables = {
+            "gpu_experts": 0,
+            **rules.parse_overrides([f"experts={weights}", *dense, *arguments.set]),
+        }
         model = random_models.build(config, devices=arguments.device, variables=variables)
         on_gpu = model.device.type == "cuda"
         shown = about(

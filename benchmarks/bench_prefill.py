@@ -89,7 +89,8 @@ def main() -> None:
     lines = []
     for weights in arguments.weights:
         model = random_models.build(
-            config, variables=rules.parse_overrides([f"experts={weights}", *arguments.set])
+            config,
+            variables={"gpu_experts": 0, **rules.parse_overrides([f"experts={weights}", *arguments.set])},
         )
         shown = about(
             arguments, arguments.shape, config.num_hidden_layers, routing="random tokens", weights=weights

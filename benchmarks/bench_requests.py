@@ -228,7 +228,7 @@ def main() -> None:
         global CLOCK
         CLOCK = time.process_time
     config = random_models.config(arguments.shape, arguments.layers)
-    variables = rules.parse_overrides([f"experts={arguments.weights}"])
+    variables = {"gpu_experts": 0, **rules.parse_overrides([f"experts={arguments.weights}"])}
     model = random_models.build(config, devices=arguments.device, variables=variables)
     share = (
         share_of(arguments.reuse, config.num_experts, config.num_experts_per_tok) if arguments.reuse else 0.0

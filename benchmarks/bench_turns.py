@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
     config = random_models.config(args.shape, args.layers)
-    variables = {"experts": "int4", **rules.parse_overrides(args.set)}
+    variables = {"experts": "int4", "gpu_experts": 0, **rules.parse_overrides(args.set)}
     model = random_models.build(config, devices=[args.device], variables=variables)
     asked = GenerationConfig(max_new_tokens=16, do_sample=False, pad_token_id=0)
     vocab = min(config.vocab_size, 1 << 15)

@@ -76,7 +76,9 @@ class Soak:
             self.model: Any = ktinject.load(args.model, devices=args.device, dtype=dtype, progress=False)
         else:
             config = random_models.config(args.shape, args.layers, vocab_size=len(self.tokenizer))
-            self.model = random_models.build(config, devices=[args.device], variables={"experts": "int4"})
+            self.model = random_models.build(
+                config, devices=[args.device], variables={"experts": "int4", "gpu_experts": 0}
+            )
         limits = Limits(queue=12, key=KEY, seconds=600)
         self.server = Server(
             self.model, self.tokenizer, "model", Settings(port=0, batch=args.batch, limits=limits)

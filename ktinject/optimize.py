@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from ktinject.loading import fill, inject, save_packed, swapped
 from ktinject.loading import progress as loading
 from ktinject.loading.packed_cache import PackedCache
 from ktinject.machine import Machine
+from ktinject.operators.offload import lent
 from ktinject.planning.devices import Budget, one_budget, suppose
 from ktinject.planning.plan import Plan
 from ktinject.planning.planner import check_class, check_experts, make
@@ -205,7 +207,14 @@ def _machine(
     named = {str(device) for device in listed}
     named |= {str(device) for limit in limits if isinstance(limit, Mapping) for device in limit}
     found = machine.detect(with_gpus=named != {"cpu"} or memory is not None)
-    return found if memory is None else suppose(found, memory)
+    if memory is not None:
+        return suppose(found, memory)
+    # What other models would give back is free.
+    gpus = [
+        replace(gpu, free_bytes=gpu.free_bytes + lent.lent_bytes(torch.device("cuda", gpu.index)))
+        for gpu in found.gpus
+    ]
+    return replace(found, gpus=tuple(gpus))
 
 
 def _sharing_errors(group: ProcessGroup | None) -> AbstractContextManager[None]:
@@ -241,6 +250,7 @@ def _optimize(
                 )
             if group is not None:
                 tensor_parallel.apply(model, decided.styles, group.size)
+            _make_room(decided)
             operators |= inject.build(decided, model)
             fill.allocate(decided, operators)
             if source is None:
@@ -263,6 +273,18 @@ def _optimize(
         _let_go(error)
         raise
     return model
+
+
+def _make_room(decided: Plan) -> None:
+    """Have experts of other models give back memory of GPUs that a plan counts as free."""
+    for name, size in decided.to_load.items():
+        device = torch.device(name)
+        if device.type == "cpu" or not lent.is_lent({device}):
+            continue
+        running = decided.runtime_memory.get(name)
+        wanted = size + (0 if running is None else sum(running.workspace.values()))
+        if wanted > lent.free_bytes(device):
+            lent.give_back({device})
 
 
 def load(

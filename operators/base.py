@@ -46,6 +46,11 @@ class Config:
         """Whether the operator takes what the rest of the plan leaves of a device."""
         return False
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether the operator lets go of what it took so when somebody else needs it, see offload/lent.py."""
+        return False
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -184,6 +189,14 @@ class Operator(nn.Module, ABC):
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """What `load` takes: parameter name relative to the replaced module → shape of the parameter."""
         return {}
+
+    def takes_codes(self, name: str) -> bool:
+        """Whether `load_stored` gets a parameter that a checkpoint has in one of the `native_formats`.
+
+        A matrix, or one of each expert. A bias is a number for each output, whatever blocks a file has it in: `load`
+        gets it decoded.
+        """
+        return len(self.parameter_shapes().get(name, ())) - self.per_expert >= 2
 
     def allocate(self) -> None:
         """Take the memory. Called once, after every refusal has had its chance."""

@@ -11,8 +11,11 @@ With `ram_copy: false`, those on the GPU leave RAM, each as soon as it is whole,
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +27,7 @@ from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Placement, register_operator
 from ktinject.operators.cpu_experts import CpuExperts, native_experts, weights_in_words
-from ktinject.operators.offload import expert_cache, expert_placement, prefill_rates, streaming
+from ktinject.operators.offload import expert_cache, expert_placement, lent, prefill_rates, streaming
 from ktinject.operators.offload.expert_cache import Hits
 from ktinject.operators.offload.expert_placement import ExpertPlacement
 from ktinject.operators.offload.gpu_experts import GpuExperts
@@ -61,16 +64,22 @@ class HybridExperts(CpuExperts):
     Config = HybridExpertsConfig
     device_types = ("cuda", "cpu")
     capturable = True
-    changing = frozenset({"_rates", "streamed"})
+    # What was captured of experts on the GPU stays right when they give back their memory.
+    changing = frozenset({"_rates", "streamed", "on_gpu", "seat", "_gone", "_hits"})
     config: HybridExpertsConfig
 
     def __init__(self, spec: ExpertsSpec, config: HybridExpertsConfig) -> None:
         super().__init__(spec, config)
         self.resident: tuple[int, ...] = ()
+        self._remark = ""  # on those
         self.handoff = Handoff(self.native, spec.hidden_size, config.handoff)
         self.on_gpu: GpuExperts | None = None
         self.seat: expert_cache.Seat | None = None  # where the experts on the GPU are a cache
         self.streamed: StreamedExperts | None = None
+        # Held while work for experts in lent memory is queued. Others take nothing.
+        self._queueing: AbstractContextManager[Any] = nullcontext()
+        self._gone: GpuExperts | None = None  # gave its memory back; graphs read its tables
+        self._hits = Hits()  # until then
         self._rates: prefill_rates.Rates | None = None
         # The experts in the GPU's format; the same object as the CPU's if the formats are equal.
         self._for_gpu = self.native
@@ -87,15 +96,19 @@ class HybridExperts(CpuExperts):
         spare: Mapping[str, int],
     ) -> dict[str, ExpertPlacement | str]:
         placements: dict[str, ExpertPlacement | str] = {}
+        sharing = Counter(config.device for _, config in modules.values() if config.auto_sized)
         for config in dict.fromkeys(config for _, config in modules.values()):
             if config.gpu_experts != 0:
                 theirs = {path: module for path, (module, other) in modules.items() if other == config}
-                placements |= expert_placement.plan(theirs, config, spare)
+                left = {
+                    device: size * len(theirs) // (sharing[device] or 1) for device, size in spare.items()
+                }
+                placements |= expert_placement.plan(theirs, config, left)
         return placements
 
     def place(self, placement: Placement) -> None:
         assert isinstance(placement, ExpertPlacement), placement
-        config, self.resident = self.config, placement.resident
+        config, self.resident, self._remark = self.config, placement.resident, placement.remark
         self._for_gpu = self.native
         if self.resident and not config.copies_as_is:
             self._for_gpu = native_experts(self.spec, config.gpu_format, config.group_size, "auto")
@@ -130,12 +143,14 @@ class HybridExperts(CpuExperts):
             return runs
         runs["handoff"] = self.handoff.describe(torch.device(self.config.device))
         runs["prefill"] = self._prefill()
-        if self.resident:
+        if self.resident or self._remark:
             runs["on the GPU"] = self._on_gpu()
         return runs
 
     def _on_gpu(self) -> str:
         config = self.config
+        if not self.resident:
+            return f"no experts: {self._remark}"
         text = f"{len(self.resident)} of {self.num_experts} experts as {config.gpu_format}"
         if config.gpu_weights == "same" and config.gpu_format != config.weights:
             text += f" ({config.weights} has no kernel there, so they do not move)"
@@ -143,6 +158,8 @@ class HybridExperts(CpuExperts):
             text += ", a cache of those in use"
         if self._leave:
             text += ", which are not in RAM"
+        elif self.lends:
+            text += ", until somebody else needs the memory"
         return text
 
     def _idle_arguments(self) -> list[str]:
@@ -150,6 +167,8 @@ class HybridExperts(CpuExperts):
         config, default = self.config, HybridExpertsConfig()
         names = ("gpu_experts", "dynamic", "prefill", "ram_copy", "handoff")
         asked = {name: getattr(config, name) for name in names}
+        # What the bundled rules say is asked by nobody.
+        asked = {name: value for name, value in asked.items() if (name, value) != ("gpu_experts", "auto")}
         return [f"{name}={value}" for name, value in asked.items() if value != getattr(default, name)]
 
     def _prefill(self) -> str:
@@ -174,16 +193,45 @@ class HybridExperts(CpuExperts):
 
     def experts_on_gpu(self) -> list[int]:
         """Ids of the experts that are on the GPU now, in ascending order."""
-        if self.seat is None:
-            return sorted(self.on_gpu.resident) if self.on_gpu is not None else []
-        return [expert for expert, place in enumerate(self.seat.places()) if place >= 0]
+        with self._queueing:
+            if self.seat is None:
+                return sorted(self.on_gpu.resident) if self.on_gpu is not None else []
+            return [expert for expert, place in enumerate(self.seat.places()) if place >= 0]
+
+    @property
+    def lends(self) -> bool:
+        """Whether the experts on the GPU give back their memory when somebody needs it."""
+        return bool(self.resident) and self.config.gives_back
+
+    def lent(self) -> Tensor | None:
+        """As `lent.Borrower` has it."""
+        return None if self.on_gpu is None else self.on_gpu.memory
+
+    def give_back(self) -> Tensor | None:
+        """As `lent.Borrower` has it."""
+        with self._queueing:
+            here = self.on_gpu
+            if here is None:
+                return None
+            found = self._hits_here()
+            if self.seat is not None:
+                self.seat.leave()
+            if self.streamed is not None:
+                self.streamed.here = None
+            self.on_gpu = self.seat = None
+            self._gone, self._hits = here, dataclasses.replace(found, moves=False)
+            return here.empty()
 
     def hits(self) -> Hits:
         """What the experts on the GPU were good for, in decode steps so far. May wait for the GPU."""
+        with self._queueing:
+            return self._hits_here()
+
+    def _hits_here(self) -> Hits:
         if self.seat is not None:
             return self.seat.hits()
         if self.on_gpu is None:
-            return Hits()
+            return self._hits
         counts = self.on_gpu.traffic.long() & 0xFFFFFFFF
         return Hits(int(counts.sum()), int(counts[list(self.resident)].sum()))
 
@@ -316,7 +364,12 @@ class HybridExperts(CpuExperts):
                 log.warning("prompts stay on the CPU: %s", error)
         self._packed.clear()
         if self.resident and self.on_gpu is None:
-            self.on_gpu = self._place_on(device)
+            try:
+                self.on_gpu = self._place_on(device)
+            except OperatorError as error:
+                if not self.lends:
+                    raise
+                log.warning("experts stay on the CPU alone: %s", error)
         is_same, self._for_gpu = self._for_gpu is self.native, self.native
         here = self.on_gpu
         if here is not None and here.spares:
@@ -325,6 +378,9 @@ class HybridExperts(CpuExperts):
             first = here.first_places
             places = (lambda: first) if self.seat is None else self.seat.places
             self.streamed.here = streaming.Here(here.native, here.memory, places)
+        if here is not None and self.lends:
+            self._queueing = threading.Lock()
+            lent.lend(self)
 
     def _join_cache(self, here: GpuExperts, device: torch.device) -> None:
         try:
@@ -384,16 +440,22 @@ class HybridExperts(CpuExperts):
         streamed = self._streams(*top_k_index.shape) if ranks is None and not captured else 0
         if streamed:
             try:
-                return self._stream(streamed, hidden_states, top_k_index, top_k_weights)
+                with self._queueing:
+                    return self._stream(streamed, hidden_states, top_k_index, top_k_weights)
             except torch.OutOfMemoryError:
-                self._keep_on_cpu()
-        if self.seat is not None and not captured:
-            if len(hidden_states) > MOST_TOKENS:  # an exchange waits only for submits with a slot
-                with self.seat.held(torch.cuda.current_stream(hidden_states.device)):
-                    return self._submit(hidden_states, top_k_index, top_k_weights, ranks)
-            if self.seat.begins() and (ranks is None or ranks[0] == 0):
-                self.seat.cache.step()
-        return self._submit(hidden_states, top_k_index, top_k_weights, ranks)
+                pass
+            # Here, where nothing of the failed try is left.
+            if lent.give_back({hidden_states.device}):
+                return self.start(hidden_states, top_k_index, top_k_weights)
+            self._keep_on_cpu()
+        with self._queueing:
+            if self.seat is not None and not captured:
+                if len(hidden_states) > MOST_TOKENS:  # an exchange waits only for submits with a slot
+                    with self.seat.held(torch.cuda.current_stream(hidden_states.device)):
+                        return self._submit(hidden_states, top_k_index, top_k_weights, ranks)
+                if self.seat.begins() and (ranks is None or ranks[0] == 0):
+                    self.seat.cache.step()
+            return self._submit(hidden_states, top_k_index, top_k_weights, ranks)
 
     def _submit(self, x: Tensor, ids: Tensor, weights: Tensor, ranks: tuple[int, int] | None) -> Underway:
         """Submit to the CPU what the GPU does not have; the submit itself divides the routes. Start the GPU's part."""
@@ -420,15 +482,17 @@ class HybridExperts(CpuExperts):
         normed         divide the weights of the top_k experts by their sum; then they are rounded to the logits' dtype
         Raises         OperatorError, as `forward`
         """
-        if self.seat is not None and self.seat.begins() and not torch.cuda.is_current_stream_capturing():
-            self.seat.cache.step()
         ids = torch.empty(len(logits), top_k, dtype=torch.int64, device=logits.device)
         weights = logits.new_empty(len(logits), top_k)
-        asked = None if self.on_gpu is None else self.on_gpu.ask(ids)
-        ticket = self.handoff.submit(hidden_states, ids, weights, asked, routing=Routing(logits, normed))
-        if self.on_gpu is None or asked is None or asked.chosen is None:
-            return Underway(ticket, None)
-        return Underway(ticket, self.on_gpu.forward(hidden_states, asked.chosen, weights))
+        with self._queueing:
+            here, seat = self.on_gpu, self.seat
+            if seat is not None and seat.begins() and not torch.cuda.is_current_stream_capturing():
+                seat.cache.step()
+            asked = None if here is None else here.ask(ids)
+            ticket = self.handoff.submit(hidden_states, ids, weights, asked, routing=Routing(logits, normed))
+            if here is None or asked is None or asked.chosen is None:
+                return Underway(ticket, None)
+            return Underway(ticket, here.forward(hidden_states, asked.chosen, weights))
 
     def is_foreseeable(self, top_k: int) -> bool:
         """Whether `foresee` can pay for a token with top_k experts. Where the GPU has experts of its own, it does not
@@ -477,8 +541,11 @@ class HybridExperts(CpuExperts):
         if not absent:
             return self.num_experts
         if self._rates is None:
+            measured = functools.partial(
+                prefill_rates.measure, self.streamed, weights_in_words(self.config), top_k
+            )
             try:
-                self._rates = prefill_rates.measure(self.streamed, weights_in_words(self.config), top_k)
+                self._rates = lent.retried(measured, {torch.device(self.config.device)})
             except torch.OutOfMemoryError:
                 self._keep_on_cpu()
                 return 0

@@ -33,7 +33,8 @@ from ktinject.hf import compat
 from ktinject.model_class import own_class
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.hybrid_experts import HybridExperts
-from ktinject.operators.offload import expert_cache, handoff, submits
+from ktinject.operators.offload import expert_cache, handoff, lent, submits
+from ktinject.operators.offload.gpu_experts import RESERVE_BYTES
 from ktinject.operators.torch_ops import packed_attention
 from ktinject.support import SUPPORTED, Support
 
@@ -102,6 +103,7 @@ def manager(
     model.ktinject_decoding.take_turns()
     with _packed(model):
         config = _with_defaults(model, continuous_batching_config, workload_hints)
+        _make_room(model, config)
         made = own_class(model).init_continuous_batching(model, generation_config, config, workload_hints)
         if type(made).switch_to_cb_friendly_attn is not _stay:  # else it is one that was kept
             made.__class__ = _manager_class(type(made))
@@ -128,6 +130,21 @@ def _with_defaults(model: Any, config: Any, hints: Any) -> Any:
             count = min(hints.num_requests, _REQUESTS)
         config.num_blocks = count * math.ceil(longest / page)
     return config
+
+
+def _make_room(model: Any, config: Any) -> None:
+    """Have experts on the model's GPU give back their memory, if its paged cache needs that."""
+    if model.device.type != "cuda" or not lent.is_lent({model.device}):
+        return
+    if config.num_blocks is not None:
+        running = model.ktinject.runtime_memory.get(str(model.device))
+        page = getattr(config, "page_size", None) or config.block_size
+        wanted = config.num_blocks * page * (0 if running is None else running.kv_bytes_per_token)
+        if wanted and wanted + RESERVE_BYTES <= lent.free_bytes(model.device):
+            return
+    # Else transformers takes a share of what is free.
+    lent.give_back({model.device})
+    torch.cuda.empty_cache()
 
 
 def _attention(model: Any) -> str | Support:

@@ -29,7 +29,7 @@ from ktinject.generation.graph_runner import Forward, GraphRunner, size_of
 from ktinject.generation.watch import Watch
 from ktinject.hf import compat
 from ktinject.operators.hybrid_experts import HybridExperts
-from ktinject.operators.offload import expert_cache
+from ktinject.operators.offload import expert_cache, lent
 from ktinject.operators.offload.expert_cache import Hits
 from ktinject.operators.offload.handoff import Handoff, wake
 from ktinject.support import SUPPORTED, Support
@@ -74,6 +74,7 @@ class Decoding:
         self._watch: Watch | None = None  # of the model that is recorded
         self._recordable = SUPPORTED  # whether that model can be
         self._answers: dict[str, Support] = {}  # what was asked about the model that is recorded
+        self._given_back = 0  # how often experts had given back memory when it was recorded
         self._batched: tuple[Watch, Support] | None = (
             None  # whether requests can be batched, of a model as it was
         )
@@ -266,7 +267,8 @@ class Decoding:
         """
         model = self._model()
         assert model is not None
-        is_same = self._watch is not None and not self._watch.change()
+        # Without the experts that have left a GPU, steps need less on it, and guess at the next layer's.
+        is_same = self._watch is not None and self._given_back == lent.times() and not self._watch.change()
         if self.group is not None:
             is_same = self.group.all_agree(is_same)
         if not is_same:
@@ -302,6 +304,7 @@ class Decoding:
     def _look_at(self, model: PreTrainedModel) -> None:
         """Note the model as it is now."""
         self.release()
+        self._given_back = lent.times()
         self._fused = self._masks = None
         self._left_out.clear()
         self._answers.clear()
@@ -326,7 +329,7 @@ class Decoding:
         runner: GraphRunner | None = None
         support = SUPPORTED
         try:
-            runner = self._new_runner(cache, logits, tokens)
+            runner = lent.retried(lambda: self._new_runner(cache, logits, tokens), self.devices)
         except torch.OutOfMemoryError:
             self.release()
             support = Support.no(f"there is no room for a captured cache of {bucket_of(tokens)} tokens")
@@ -336,6 +339,23 @@ class Decoding:
         if runner is not None:
             self.runners[batch] = runner
         return runner, support
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the model was loaded to."""
+        model: Any = self._model()
+        return set() if model is None else {*map(torch.device, model.ktinject.to_load)}
+
+    def give_back(self) -> int:
+        """Have the CPU alone compute the experts that `gpu_experts: auto` put on GPUs, for who needs the memory.
+
+        Done by itself where a request, a cache or a model that is loaded finds no room.
+
+        Returns  bytes that torch has for other tensors now, of all models on these GPUs; give them to other programs
+                 by torch.cuda.empty_cache()
+        """
+        with self.alone():
+            return lent.give_back(self.devices)
 
     def several_forwards(self) -> list[Forward]:
         """The model on tokens of one text, each a row: first with few kernels, if steps have them, then its own."""

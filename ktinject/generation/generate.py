@@ -30,6 +30,7 @@ from ktinject.generation import (
     foreseen,
     kept_cache,
     own_loop,
+    short_memory,
     speculation,
     stateful,
 )
@@ -39,6 +40,7 @@ from ktinject.generation.eligibility import PlainRequest, read_plain
 from ktinject.generation.steps import StockReplay
 from ktinject.hf import compat
 from ktinject.model_class import Methods, own_class, put_before
+from ktinject.operators.offload import lent
 from ktinject.support import Support
 
 
@@ -50,6 +52,8 @@ def install(model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
     if model.device.type == "cpu":
         openmp.let_threads_sleep()
         openmp.outlive_forks()
+    if group is None:
+        short_memory.install(model)
     if not isinstance(model, GenerationMixin):
         return
     if not (known := compat.support("generation")):
@@ -265,6 +269,7 @@ def _request(model: Any, held: Any) -> Iterator[Support]:
         raise
     except torch.OutOfMemoryError as error:
         decoding.release()
+        lent.give_back(decoding.devices)
         torch.cuda.empty_cache()
         error.add_note(
             "ktinject: captured graphs and their caches were given back; the next request can run. "

@@ -33,7 +33,7 @@ from ktinject.generation.piecewise_graph import (
     capture_stream,
 )
 from ktinject.generation.sampling import Request, Sampler, Sampling
-from ktinject.operators.offload import submits
+from ktinject.operators.offload import lent, submits
 from ktinject.support import SUPPORTED, Support
 
 logger = logging.getLogger("ktinject")
@@ -221,6 +221,10 @@ class GraphRunner:
         graph.replay()
         self._from.copy_(self._order)
 
+    @property
+    def _devices(self) -> set[torch.device]:
+        return {self.device, *self.cache.devices}
+
     def graph_of(
         self,
         graphs: dict[Any, PiecewiseGraph | None],
@@ -233,7 +237,7 @@ class GraphRunner:
         state  what work that is done twice must find as it was
         """
         if key not in graphs and self.graphs:
-            graphs[key] = self._capture(work, [*state])
+            graphs[key] = lent.retried(lambda: self._capture(work, [*state]), self._devices)
             self.graphs = SUPPORTED  # steps of one token are captured without it
         return graphs.get(key)
 
@@ -305,6 +309,8 @@ class GraphRunner:
                 self.captures += 1
                 return graph
             except NotCapturable as error:
+                if isinstance(error.first, torch.OutOfMemoryError) and lent.is_lent(self._devices):
+                    raise error.first from None
                 self.graphs = Support.no(str(error))
                 logger.warning("a decode step cannot be captured, it runs eagerly from now on: %s", error)
                 return None

@@ -10,7 +10,7 @@ anew, as transformers' own update does, and never write into a tensor that someb
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +107,20 @@ class _Before:
             layer.cumulative_length = self.length
 
 
+def undo_of(cache: DynamicCache) -> Callable[[], None]:
+    """What leaves a cache with the tokens that it holds now, whatever a pass that fails has added."""
+    before = [
+        _StatesBefore(layer) if kind_of(layer).is_state else _Before.of(layer) for layer in cache.layers
+    ]
+
+    def undo() -> None:
+        del cache.layers[len(before) :]
+        for layer in before:
+            layer.restore()
+
+    return undo
+
+
 @contextmanager
 def restored(cache: Any) -> Iterator[None]:
     """Within, whatever is raised leaves a caller's cache with the tokens that it held before.
@@ -116,15 +130,11 @@ def restored(cache: Any) -> Iterator[None]:
     if not (is_callers(cache) and type(cache) is DynamicCache and kind_support(cache)):
         yield
         return
-    before = [
-        _StatesBefore(layer) if kind_of(layer).is_state else _Before.of(layer) for layer in cache.layers
-    ]
+    undo = undo_of(cache)
     try:
         yield
     except BaseException:
-        del cache.layers[len(before) :]
-        for layer in before:
-            layer.restore()
+        undo()
         raise
 
 

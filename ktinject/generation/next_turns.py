@@ -24,6 +24,7 @@ from ktinject.generation.decoding import Decoding
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.steps import tokens_in
 from ktinject.generation.turn_pass import TurnPass
+from ktinject.operators.offload import lent
 
 logger = logging.getLogger("ktinject")
 
@@ -115,7 +116,7 @@ def come_again(model: Any, ids: Tensor, before: int, tokens: int) -> None:
 
 def _passes(model: Any, decoding: Decoding, runner: GraphRunner) -> TurnPass:
     sizes = [size for size in turn_pass.SIZES if not batching.is_streamed(model, size)]
-    passes = TurnPass(decoding.turn_forward(), runner, sizes)
+    passes = lent.retried(lambda: TurnPass(decoding.turn_forward(), runner, sizes), {runner.device})
     if passes.support:
         passes.support = continued.support(model)
     if passes.support:

@@ -75,7 +75,14 @@ class PiecewiseGraph:
 
 
 class NotCapturable(Exception):
-    """A capture failed; says why."""
+    """A capture failed; says why.
+
+    first  the exception that made it fail
+    """
+
+    def __init__(self, first: BaseException) -> None:
+        super().__init__(f"{type(first).__name__}: {str(first).splitlines()[0]}")
+        self.first = first
 
 
 def capture(work: Callable[[Stages], None], home: torch.device, pool: Any) -> PiecewiseGraph:
@@ -92,7 +99,7 @@ def capture(work: Callable[[Stages], None], home: torch.device, pool: Any) -> Pi
     except (RuntimeError, OperatorError) as error:
         first = error.__context__ or error  # the end of a spoiled capture fails, too
         capturing.clean_up()
-        raise NotCapturable(f"{type(first).__name__}: {str(first).splitlines()[0]}") from error
+        raise NotCapturable(first) from error
     return capturing.graph
 
 

@@ -25,7 +25,7 @@ from ktinject.generation.cpu.native_decoder import NativeDecoder, Proof
 from ktinject.generation.graph_runner import Forward, GraphRunner
 from ktinject.generation.piecewise_graph import PiecewiseGraph, Stages
 from ktinject.generation.settled import Settler
-from ktinject.operators.offload import submits
+from ktinject.operators.offload import lent, submits
 from ktinject.support import SUPPORTED, Support
 
 # Tokens of a step that are captured; a step of another number of tokens has the next size. One is
@@ -190,7 +190,9 @@ class SeveralTokens:
             self.most = min([_MOST_ON_CPU, *windows])
         elif self.support:
             try:
-                runner.several = runner.several or GraphedSteps(forwards(), runner)
+                runner.several = runner.several or lent.retried(
+                    lambda: GraphedSteps(forwards(), runner), {runner.device}
+                )
                 self._proof, self.most = runner.several, runner.several.most
                 if self.most < _COMPARED:
                     self.support = Support.no(f"a window of {self.most} tokens")

@@ -140,8 +140,7 @@ def encoding_taken(operator: Operator, name: str, checkpoint: Checkpoint, key: s
     name     the operator's parameter that the weight `key` of the checkpoint fills, or a part of it
     Raises   CheckpointError as `Checkpoint.format_of`
     """
-    # A bias is a number for each output, whatever blocks a file has it in.
-    if not operator.native_formats or name.endswith("bias"):
+    if not operator.takes_codes(name):
         return ""
     form = checkpoint.format_of(key)
     return form.encoding if form.is_taken(operator.native_formats) else ""

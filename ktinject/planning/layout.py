@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class Layout:
     excess          device → bytes of weights beyond the plan's limit, where they exceed it
     least           device → the least bytes with which the layout fits: weights, buffers, and the cache of a request
     problems        sentences about what does not fit
+    beside          tokens of the request beside which operators took what is left; None: none did
     """
 
     device_map: dict[str, str]
@@ -40,6 +42,7 @@ class Layout:
     excess: dict[str, int]
     least: dict[str, int]
     problems: list[str]
+    beside: int | None
 
     @property
     def fits(self) -> bool:
@@ -122,18 +125,26 @@ def _lay_out(
             device_map = spread(outside, layers, devices, where.limits)
         replacements = replacer.replacements(device_map)
     rest_bytes = _rest_bytes(model, replacements, device_map)
-    if any(replacement.config.auto_sized for replacement in replacements):
+    beside, without = None, dict[str, RuntimeMemory]()
+    # Not in a group of processes: where one of them runs short, nothing that it gives back lets the others go on.
+    if any(replacement.config.auto_sized for replacement in replacements) and replacer.group is None:
         needed = to_load()
-        cache = required(context) if context > 1 else {}
+        without, _ = memory.find(replacements, model, device_map, needed, where.limits, kv_values, context)
+        beside = context if context > 1 else memory.longest_of(model, without)
+        cache = required(beside)
         spare = {
-            device: where.limits[device] - needed.get(device, 0) - cache.get(device, 0)
-            for device in where.allowed
+            device: where.limits[device] - needed.get(device, 0) - cache[device] for device in where.allowed
         }
         replacements = replacer.replacements(device_map, spare)
     needed = to_load()
     runtime_memory, problems = memory.find(
         replacements, model, device_map, needed, where.limits, kv_values, context
     )
+    if beside is not None and all(one.config.gives_back for one in replacements if one.config.auto_sized):
+        runtime_memory = {
+            device: dataclasses.replace(running, longest_request=without[device].longest_request)
+            for device, running in runtime_memory.items()
+        }
     excess = {device: size - where.limits[device] for device, size in needed.items()}
     return Layout(
         device_map=device_map,
@@ -147,6 +158,7 @@ def _lay_out(
             *(_too_large(device, needed[device], where) for device, size in excess.items() if size > 0),
             *problems,
         ],
+        beside=beside,
     )
 
 

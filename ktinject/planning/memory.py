@@ -108,6 +108,18 @@ def find(
     return runtime_memory, problems
 
 
+def longest_of(model: PreTrainedModel, running: Mapping[str, RuntimeMemory]) -> int:
+    """Tokens of the longest request that is to be expected: as long as a text of the model may be, if that fits.
+
+    running  the runtime memory of all devices, where all that is left of them is for requests
+    """
+    fitting = [one.longest_request for one in running.values() if one.longest_request is not None]
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(longest, int) and longest > 0:
+        fitting.append(bucket_of(longest))
+    return max(1, min(fitting, default=1))
+
+
 def _workspace(replacements: Sequence[Replacement], device: str) -> list[tuple[str, int, int]]:
     """(purpose, least bytes, wanted bytes) of each buffer on a device.
 

@@ -18,6 +18,7 @@ from ktinject.distributed import tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.distributed.tensor_parallel import Cut, Style
 from ktinject.errors import PlanError
+from ktinject.generation.cache import bucket_of
 from ktinject.generation.cpu import openmp
 from ktinject.hf import compat, models
 from ktinject.hf.extras import check_patterns
@@ -26,6 +27,7 @@ from ktinject.hf.layers import Layers, has_routed_experts
 from ktinject.machine import Machine
 from ktinject.planning import match, memory
 from ktinject.planning.devices import Budget, Devices
+from ktinject.planning.layout import Layout
 from ktinject.planning.match import grouped
 from ktinject.planning.modules import (
     MatchedModule,
@@ -113,7 +115,7 @@ def make(
         cuts=cuts,
     )
     _check_shared(plan, model)
-    plan.notes += [*where.notes, *found.notes()]
+    plan.notes += [*where.notes, *found.notes(), *_notes_on_room(chosen)]
     may_spread = devices is None and not has_weights and group is None
     plan.notes += _notes_on_devices(plan, candidates[0], where.allowed if may_spread else ())
     plan.notes += _notes_on_model(model, styles, group)
@@ -130,6 +132,17 @@ def _check_context(context: int | None) -> int:
             "Give one, or leave it out."
         )
     return context
+
+
+def _notes_on_room(chosen: Layout) -> Iterator[str]:
+    """For whom operators leave room that take what is left of a GPU."""
+    devices = {one.device for one in chosen.replacements if one.config.auto_sized}
+    if devices and chosen.beside is not None and chosen.fits:
+        on, tokens = ", ".join(sorted(devices)), bucket_of(chosen.beside)
+        yield (
+            f"gpu_experts: what is left on {on} beside a request of {tokens:,} tokens, all rows together, and a "
+            "reserve; what more is needed later, experts give back"
+        )
 
 
 def _notes_on_devices(plan: Plan, wanted: Sequence[str], allowed: Sequence[str]) -> Iterator[str]:

@@ -98,14 +98,14 @@ class Replacer:
         self._where = where
         self._machine = machine
         self._decoder = decoder
-        self._group = group
+        self.group = group
         self._built: dict[tuple[str, str], _Built | None] = {}
         self._planned: dict[tuple[str, str], Replacement] = {}  # of modules that need no placement
         self._inner = _inside([matched.path for matched in modules])
 
     def changed(self, modules: Sequence[MatchedModule]) -> Replacer:
         """A replacer for the same modules with other arguments. What was built for unchanged ones is kept."""
-        other = Replacer(modules, self._where, self._machine, self._decoder, self._group)
+        other = Replacer(modules, self._where, self._machine, self._decoder, self.group)
         before = {matched.path: matched.config for matched in self._modules}
         same = {matched.path for matched in modules if matched.config == before.get(matched.path)}
         other._built = {key: built for key, built in self._built.items() if key[0] in same}
@@ -191,7 +191,7 @@ class Replacer:
     def _replacement(
         self, matched: MatchedModule, built: _Built, made: Operator, placement: Placement | None
     ) -> Replacement:
-        group, operator = self._group, built.operator
+        group, operator = self.group, built.operator
         elsewhere = group is not None and group.rank > 0 and operator.on_ranks == "first"
         with blaming(matched.rule, matched.path, operator.name):
             if placement is not None:
@@ -270,10 +270,9 @@ def _misfit(made: Operator, matched: MatchedModule) -> str | None:
 
 def _values(made: Operator, matched: MatchedModule) -> str:
     """What becomes of the quantised weights that the checkpoint has for a module; "" if it has none."""
-    shapes = made.parameter_shapes()
     found: dict[str, dict[str, None]] = {}
     for name, form, _ in matched.sources():
-        if name in shapes and not name.endswith("bias") and form.name != "float" and not form.is_plain:
+        if made.takes_codes(name) and form.name != "float" and not form.is_plain:
             found.setdefault(made.keeping(form), {})[form.name] = None
     return "; ".join(f"{word} ({', '.join(names)})" for word, names in found.items())
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ktinject.generation.cache_layers import ALL_TOKENS, kind_of, kind_support
+from ktinject.operators.offload import lent
 
 logger = logging.getLogger("ktinject")
 
@@ -50,10 +51,14 @@ class InRam:
 
     def back(self) -> list[Tensor]:
         """The tensors, where they were."""
-        found = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            for tensor, device in zip(self._tensors, self._devices)
-        ]
+
+        def empty() -> list[Tensor]:
+            return [
+                torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                for tensor, device in zip(self._tensors, self._devices)
+            ]
+
+        found = lent.retried(empty, {*self._devices})
         self._copy(found, back=True)
         return found
 

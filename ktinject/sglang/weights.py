@@ -211,7 +211,7 @@ def _load_piece(
     part: int | None,
 ) -> None:
     form = checkpoint.format_of(key)
-    taken = form.is_taken(made.native_formats) and not name.endswith("bias")
+    taken = made.takes_codes(name) and form.is_taken(made.native_formats)
     if not taken or made.misfit_of(name, form, part):
         made.load(name, checkpoint.decode(key, index), place, part)
         return

@@ -104,7 +104,7 @@ def _fill(operator: Operator, parameter_shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def _load(operator: Operator, name: str, shape: Sequence[int], expert: int | None) -> None:
-    if not operator.takes_stored_only or name.endswith("bias"):
+    if not (operator.takes_stored_only and operator.takes_codes(name)):
         operator.load(name, _random(shape), expert, None)
         return
     kind = operator.native_formats[-1 if name.startswith("down_proj") else 0]

@@ -143,6 +143,11 @@ class Seat:
         finally:
             self.cache.native.release(stream.cuda_stream)
 
+    def leave(self) -> None:
+        """Take the layer out of the cache, which writes nothing to its experts then. Raises RuntimeError."""
+        self.cache.leave(self.number)
+        self._leave.detach()
+
     def begins(self) -> bool:
         """Whether this layer is the first one of a step."""
         return self.number == self.cache.first

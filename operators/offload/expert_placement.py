@@ -1,11 +1,13 @@
 """Chooses the routed experts that are copied to the GPU. The CPU holds all experts in any case.
 
 A rule gives a number, a share, or a profile of the traffic. Or it gives `auto`: as many as fit in the memory that
-everything else leaves. With a profile, the most used experts of all layers come first.
+everything else leaves, the longest request included, and none if these would be too few to pay. With a profile, the
+most used experts of all layers come first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +24,17 @@ from ktinject.operators.probes import experts as routed_experts
 from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.support import Support
 
+# Of each layer's experts, what `auto` puts on a GPU at least. With fewer, captured steps gain less from them than from
+# guesses at the next layer's experts, which are for layers without experts on the GPU.
+LEAST_SHARE = 0.25
+
 
 @dataclass(frozen=True)
 class ExpertPlacement(Placement):
-    """The ids of one layer's experts that are copied to the GPU."""
+    """The ids of one layer's experts that are copied to the GPU; and why there are none, if that was not asked for."""
 
     resident: tuple[int, ...]
+    remark: str = ""
 
 
 def plan(
@@ -60,9 +67,12 @@ def plan(
     if config.device == "cpu":
         return placements
     specs = {path: spec for path, spec in specs.items() if path not in placements}
-    wanted = _counts_on_gpu(config, specs, counts, spare.get(config.device, 0))
+    if config.gpu_experts == "auto" and config.profile is None and config.ram_copy:
+        wanted, remark = _all_alike(config, specs, spare.get(config.device))
+    else:
+        wanted, remark = _counts_on_gpu(config, specs, counts, spare.get(config.device, 0)), ""
     for path, count in wanted.items():
-        placements[path] = ExpertPlacement(gpu_experts.hottest(counts[path], count))
+        placements[path] = ExpertPlacement(gpu_experts.hottest(counts[path], count), remark)
     return placements
 
 
@@ -95,6 +105,42 @@ def _counts_on_gpu(
     if isinstance(share, int):
         return dict.fromkeys(specs, share)
 
+    sizes, room = _sizes(config, specs, spare)
+    if config.profile is not None or share != "auto":
+        return gpu_experts.fill(traffic, sizes, max(0, room))
+    # Without a profile, each layer gets the same number.
+    each = max(0, room) // max(1, sum(sizes.values()))
+    return {path: min(each, spec.num_experts) for path, spec in specs.items()}
+
+
+def _all_alike(
+    config: Any, specs: Mapping[str, ExpertsSpec], spare: int | None
+) -> tuple[dict[str, int], str]:
+    """What `auto` puts on the GPU where the CPU keeps all experts, too: of each layer the same number, or none and why.
+
+    spare   bytes that may be used on the GPU; None: nobody knows
+    """
+    none = dict.fromkeys(specs, 0)
+    if spare is None:
+        return none, "nothing is left to them here, as with tp; a number or a share does not ask"
+    if config.gpu_weights == "same" and not config.copies_as_is:
+        as_is = f"the GPU has no kernel for {config.weights}"
+        return none, f"{as_is}; with a number or a share they lie there as {config.gpu_format}"
+    sizes, room = _sizes(config, specs, spare)
+    each = max(0, room) // max(1, sum(sizes.values()))
+    most = max((spec.num_experts for spec in specs.values()), default=0)
+    if each < LEAST_SHARE * most:
+        least = math.ceil(LEAST_SHARE * most)
+        return (
+            none,
+            f"there would be room for {each} of {most} of each layer, and fewer than {least} do not pay",
+        )
+    return {path: min(each, spec.num_experts) for path, spec in specs.items()}, ""
+
+
+def _sizes(config: Any, specs: Mapping[str, ExpertsSpec], spare: int) -> tuple[dict[str, int], int]:
+    """Path → bytes of one expert on the GPU; and of `spare` bytes there, how many are for all experts together."""
+
     def packed(spec: ExpertsSpec, weights: str, symmetric: bool = True, down: str = "same") -> int:
         return native_experts(spec, weights, config.group_size, "auto", symmetric, down_weights=down).bytes
 
@@ -110,11 +156,7 @@ def _counts_on_gpu(
     sizes = {path: expert_bytes[spec] for path, spec in specs.items()}
     if config.moves and any(room < sum(sizes.values()) * spec.num_experts for spec in shapes):
         room -= expert_cache.MOST_SPARES * sum(sizes.values())
-    if config.profile is not None or share != "auto":
-        return gpu_experts.fill(traffic, sizes, max(0, room))
-    # Without a profile, each layer gets the same number.
-    each = max(0, room) // max(1, sum(sizes.values()))
-    return {path: min(each, spec.num_experts) for path, spec in specs.items()}
+    return sizes, room
 
 
 def ring_bytes(config: Any, spec: ExpertsSpec, packed: int) -> tuple[int, int]:

@@ -19,7 +19,8 @@ from ktinject.checkpoints.json_text import parse_json
 from ktinject.errors import CheckpointError, OperatorError
 from ktinject.operators.offload.submits import OnGpu
 
-# Memory that `gpu_experts: auto` leaves free for KV cache and activations: a share of the rest, plus some bytes.
+# Memory that `gpu_experts: auto` leaves free beside the longest request, for activations and whatever is not known: a
+# share of the rest, plus some bytes.
 RESERVE_SHARE, RESERVE_BYTES = 0.15, 2**30
 # Pairs (token, expert of the token) in one launch: the limit of a dimension of a CUDA grid.
 MOST_PAIRS = 65535
@@ -123,6 +124,16 @@ class GpuExperts:
         at = self.resident.index(expert) * self.native.bytes
         memory = address("memory", self.memory, self.memory.device)
         self.native.copy(experts, expert, memory + at, stream_of(self.memory.device))
+
+    def empty(self) -> Tensor:
+        """Have no expert here from now on, in the order of the current stream; returns the memory.
+
+        The tables stay where they are, for graphs that read them.
+        """
+        with torch.cuda.device(self.memory.device):
+            self.places.fill_(-1)
+        memory, self.memory = self.memory, self.memory.new_empty(0)
+        return memory
 
     @staticmethod
     def table_bytes(num_experts: int) -> int:

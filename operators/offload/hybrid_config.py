@@ -15,7 +15,8 @@ GPU_FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4")
 class HybridExpertsConfig(CpuExpertsConfig):
     """Arguments of `hybrid_experts` in a rule, beside those of `cpu_experts`."""
 
-    # Experts of each layer on the GPU: a number, a share below 1, auto (as many as fit), or a profile.
+    # Experts of each layer on the GPU: a number, a share below 1, a profile, or auto: as many as the longest request
+    # leaves room for, until somebody needs the memory
     gpu_experts: int | float | str = 0
     # The format of the experts on the GPU: that of weights where it has a kernel there, else bf16; or bf16, int4
     gpu_weights: Literal["same", "bf16", "int4"] = "same"
@@ -104,6 +105,10 @@ class HybridExpertsConfig(CpuExpertsConfig):
     @property
     def auto_sized(self) -> bool:
         return isinstance(self.gpu_experts, str) and self.device != "cpu"
+
+    @property
+    def gives_back(self) -> bool:
+        return self.auto_sized and self.ram_copy
 
     @property
     def streams_from(self) -> int | None:

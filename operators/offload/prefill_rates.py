@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ktinject import _native, measured
 from ktinject.addresses import address, stream_of
-from ktinject.operators.offload import streaming
+from ktinject.operators.offload import lent, streaming
 from ktinject.operators.offload.streaming import StreamedExperts
 
 log = logging.getLogger("ktinject")
@@ -188,6 +188,8 @@ def _measure(streamed: StreamedExperts, top_k: int) -> Rates:
     try:
         gpu_s = _sample_gpu(streamed, memory, count, top_k)
     except torch.OutOfMemoryError:
+        if lent.is_lent({device}):
+            raise
         gpu_s = ()
     return Rates(bus_s, cpu_s, token_s, gpu_s=gpu_s, slowed=_slowed(cpu, copy, chunk_s, device))
 

@@ -31,6 +31,7 @@ from torch.nn import functional
 from ktinject import _native
 from ktinject.addresses import CODES, address, stream_of
 from ktinject.errors import OperatorError
+from ktinject.operators.offload import lent
 from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.support import SUPPORTED, Support
 
@@ -99,7 +100,7 @@ class Ring:
     def reserve(self) -> None:
         """Allocate slots and workspace that suit all layers. If memory is short, use smaller chunks.
 
-        Raises   torch.OutOfMemoryError if there is no room for chunks of one expert
+        Raises   torch.OutOfMemoryError if there is no room for chunks of one expert, or somebody can give back some
         """
         layers = [layer for held in self._layers if (layer := held()) is not None]
         least = max(layer.expert_bytes for layer in layers)
@@ -119,7 +120,7 @@ class Ring:
                 break
             except torch.OutOfMemoryError:
                 self._workspace = torch.empty(0, device=self.device)
-                if wanted == least:
+                if wanted == least or lent.is_lent({self.device}):
                     raise
                 wanted = max(wanted // 2, least)
         for part in memory:
@@ -378,7 +379,7 @@ class StreamedExperts:
                        through; None: all experts come over the bus
         Returns        [m, hidden]
         Raises         OperatorError for an invalid id; torch.OutOfMemoryError if there is no room for one expert and
-                       FEWEST_TOKENS tokens
+                       FEWEST_TOKENS tokens, or for more and somebody can give back some
         """
         out = torch.empty_like(x, dtype=dtype or x.dtype)
         most = max(1, ANSWER_BYTES // (2 * ids.shape[1] * self.spec.hidden_size))
@@ -392,7 +393,7 @@ class StreamedExperts:
                 try:
                     self._part(x[part], ids[part], weights[part], chunks, out[part])
                 except torch.OutOfMemoryError:
-                    if most <= FEWEST_TOKENS:
+                    if most <= FEWEST_TOKENS or lent.is_lent({x.device}):
                         raise
                     most = max(most // 2, FEWEST_TOKENS)
                     continue

@@ -113,6 +113,7 @@ def test_an_operator_without_weights_needs_three_methods() -> None:
     made = register_operator("changed")(Kept).build(Scale(), None)
     assert made.describe() == {"kernel": "changed", "weights": "kept"}
     assert made.footprint() == {} == made.parameter_shapes() and made.is_lossless()
+    assert not made.takes_codes("weight")
 
 
 def test_an_operator_with_weights_says_what_they_take() -> None:

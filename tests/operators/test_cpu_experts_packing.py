@@ -117,6 +117,19 @@ def test_a_call_of_the_wrong_shape_says_what_it_found() -> None:
         operator.unpack("w1")
 
 
+def test_biases_are_not_taken_as_codes() -> None:
+    """Whatever they are called: by their shape."""
+    operator = build(family("gpt_oss"))
+    found = {name: operator.takes_codes(name) for name in operator.parameter_shapes()}
+    assert found == {
+        "gate_up_proj": True,
+        "gate_up_proj_bias": False,
+        "down_proj": True,
+        "down_proj_bias": False,
+    }
+    assert not operator.takes_codes("w1")
+
+
 def test_what_was_not_loaded_is_named() -> None:
     operator = build(family("gpt_oss"))
     operator.allocate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from ktinject import _native, machine
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
-from ktinject.operators.offload import expert_cache, gpu_experts, handoff, streaming
+from ktinject.operators.offload import expert_cache, expert_placement, gpu_experts, handoff, streaming
+from ktinject.operators.offload.expert_placement import ExpertPlacement
 
 EXPERTS, HIDDEN = 16, 128
 MODELS = Path(__file__).parents[2] / "examples/models"
@@ -167,12 +169,16 @@ def test_numbers_and_shares(profile: str) -> None:
 @needs_cuda_parts
 def test_auto_takes_what_is_left(profile: str) -> None:
     assert placed(gpu_experts="auto", spare=0) == [(), ()]
-    assert placed(gpu_experts="auto", dynamic=False, spare=spare_for(7.5)) == [(0, 1, 2)] * 2
+    assert placed(gpu_experts="auto", dynamic=False, spare=spare_for(13.5)) == [tuple(range(6))] * 2
     # Where experts are exchanged, two layers have their spare places besides.
     spares = 2 * expert_cache.MOST_SPARES
-    assert placed(gpu_experts="auto", spare=spare_for(7.5 + spares)) == [(0, 1, 2)] * 2
-    assert placed(gpu_experts="auto", spare=spare_for(5.5 + spares)) == [(0, 1)] * 2
+    assert placed(gpu_experts="auto", spare=spare_for(13.5 + spares)) == [tuple(range(6))] * 2
     assert placed(gpu_experts="auto") == [tuple(range(EXPERTS))] * 2
+    # Few of them do not pay, but where they leave RAM.
+    least = math.ceil(expert_placement.LEAST_SHARE * EXPERTS)
+    assert placed(gpu_experts="auto", spare=spare_for(2 * least + 0.5 + spares)) == [tuple(range(least))] * 2
+    assert placed(gpu_experts="auto", spare=spare_for(2 * least - 0.5 + spares)) == [(), ()]
+    assert placed(gpu_experts="auto", ram_copy=False, spare=spare_for(2.5)) == [(0,)] * 2
     # By the profile the first layer's four come first, whichever way it is given.
     for arguments in (
         {"gpu_experts": profile},
@@ -180,6 +186,53 @@ def test_auto_takes_what_is_left(profile: str) -> None:
     ):
         assert placed(**arguments, spare=spare_for(5.5)) == [(2, 3, 5, 11), (7,)]
         assert placed(**arguments, spare=spare_for(2.5)) == [(2, 5), ()]
+
+
+@needs_cuda_parts
+def test_auto_says_why_there_are_none() -> None:
+    def remark(spare: dict[str, int], **arguments: Any) -> str:
+        config = HybridExpertsConfig(device="cuda:0", gpu_experts="auto", **arguments)
+        (found,) = HybridExperts.plan_placement(nn.Module(), {"e": (module(), config)}, spare).values()
+        assert isinstance(found, ExpertPlacement) and not found.resident
+        if arguments:
+            return found.remark
+        made = HybridExperts.build(module(), config)
+        made.place(found)
+        assert not made.lends and "cuda:0" not in made.footprint()
+        return found.remark
+
+    assert remark({}).startswith("nothing is left to them here, as with tp")
+    few = {"cuda:0": spare_for(1.5 + expert_cache.MOST_SPARES)}
+    assert remark(few) == "there would be room for 1 of 16 of each layer, and fewer than 4 do not pay"
+    # As bf16 they take more than twice the memory, and do not move.
+    said = "the GPU has no kernel for q4_k; with a number or a share they lie there as bf16"
+    assert remark({"cuda:0": 1 << 34}, weights="q4_k") == said
+
+
+@needs_cuda_parts
+def test_layers_of_two_formats_share_what_is_left() -> None:
+    """Rules of one operator with other arguments do not each take all of it."""
+
+    def taken(spare: int, formats: list[str]) -> int:
+        modules: dict[str, Any] = {
+            f"layers.{layer}.experts": (
+                module(),
+                HybridExpertsConfig(device="cuda:0", gpu_experts="auto", weights=weights),  # type: ignore[arg-type]
+            )
+            for layer, weights in enumerate(formats)
+        }
+        size = 0
+        for path, found in HybridExperts.plan_placement(nn.Module(), modules, {"cuda:0": spare}).items():
+            made = HybridExperts.build(*modules[path])
+            assert isinstance(found, ExpertPlacement)
+            made.place(found)
+            size += made.footprint().get("cuda:0", 0)
+        return size
+
+    spare = 2 * spare_for(2 * (9 + expert_cache.MOST_SPARES))
+    alone, mixed = taken(spare, ["bf16"] * 4), taken(spare, ["bf16", "int8"] * 2)
+    room = int(spare * (1 - gpu_experts.RESERVE_SHARE)) - gpu_experts.RESERVE_BYTES
+    assert 0 < alone <= room and 0 < mixed <= room
 
 
 @needs_cuda_parts

@@ -171,7 +171,8 @@ def test_the_bundled_rules_replace_them_on_the_cpu(family: str) -> None:
 def test_the_bundled_rules_replace_them_on_a_gpu(tiny_qwen3_moe: Path) -> None:
     if not torch.cuda.is_available() or not _native.cuda_built():
         pytest.skip("no CUDA device, or built without CUDA")
-    model = ktinject.load(tiny_qwen3_moe, "qwen3-moe", progress=False)
+    on_cpu = {"gpu_experts": 0}  # as theirs are
+    model = ktinject.load(tiny_qwen3_moe, "qwen3-moe", variables=on_cpu, progress=False)
     plain = ktinject.load(tiny_qwen3_moe, RULES[1:], progress=False)
     assert replaced(model) == 3 * 4 + 1
     ids = torch.arange(20, device=model.device)[None]

@@ -57,7 +57,7 @@ def test_cli_check(tmp_path: Path) -> None:
     assert code == 0 and json.loads(out)["rules"][1]["arguments"] == {
         "weights": "kept",
         "group_size": 128,
-        "gpu_experts": 0,
+        "gpu_experts": "auto",
     }
     file = tmp_path / "own.yaml"
     file.write_text(

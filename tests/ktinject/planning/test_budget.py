@@ -18,6 +18,7 @@ from ktinject.checkpoints.formats.base import Format
 from ktinject.errors import PlanError
 from ktinject.hf.models import meta_model
 from ktinject.operators import REGISTRY, expert_formats
+from ktinject.operators.offload import gpu_experts
 from ktinject.planning.devices import fill, one_budget
 from ktinject.planning.plan import Plan
 from ktinject.tools import random_models
@@ -223,6 +224,98 @@ def test_experts_of_auto_leave_room_for_a_request_that_is_named(
         assert not beside.problems and then >= longest, gib
         taken[gib] = with_experts - without
     assert len(taken) >= 3 and taken[141] > taken[min(taken)] >= 0
+
+
+def by_default(
+    model: PreTrainedModel, sizes: list[int], context: int | None = None, **variables: Any
+) -> tuple[Plan, set[int]]:
+    """The bundled rules on GPUs of so many bytes; and how many experts of a layer are on them."""
+    gpus = {f"cuda:{number}": size for number, size in enumerate(sizes)}
+    found = ktinject.plan(
+        model,
+        "auto",
+        machine={"cpu": "900GiB", **gpus},
+        devices=[*gpus] or "cpu",
+        variables={"experts": "int4", **variables},
+        context=context,
+    )
+    placed = [one.placement for one in found.replacements if one.operator == "hybrid_experts"]
+    return found, {len(getattr(one, "resident", ())) for one in placed}
+
+
+GIB = 2**30
+
+
+@pytest.fixture
+def four_layers(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """4 layers of Qwen3-30B-A3B's shape: 128 experts each, and a text of up to 40,960 tokens."""
+    if not _native.cuda_built():
+        pytest.skip("built without CUDA")
+    monkeypatch.setattr(_native, "why_no_flags", lambda device: "")
+    return meta_model(random_models.config("qwen3-30b-a3b", 4), torch.bfloat16)
+
+
+def test_by_default_experts_take_what_the_longest_request_leaves(four_layers: PreTrainedModel) -> None:
+    """No request has less room than without experts on the GPU, whatever its size; and a few experts are none."""
+    counts: dict[int, int] = {}
+    for size in (1536 << 20, 2 * GIB, 3 * GIB, 4 * GIB, 6 * GIB, 24 * GIB, 141 * GIB):
+        none, zero = by_default(four_layers, [size], gpu_experts=0)
+        found, (counts[size],) = by_default(four_layers, [size])
+        assert zero == {0} and found.problems == none.problems
+        before, after = none.runtime_memory.get("cuda:0"), found.runtime_memory.get("cuda:0")
+        if before is None or after is None:
+            assert before == after
+            continue
+        assert after == before, "the ring of streamed prompts and the longest request are the same"
+        taken = found.bytes["cuda:0"] - none.bytes["cuda:0"]
+        assert (counts[size] == 0) == (taken == 0)
+        if taken:
+            tokens = min(before.longest_request or 0, 65_536)  # the bucket of 40,960
+            cache = 2 * tokens * before.kv_bytes_per_token
+            room = size - found.bytes["cuda:0"] - sum(after.workspace.values()) - cache
+            assert room >= gpu_experts.RESERVE_BYTES, "and a reserve"
+    assert {*counts.values()} & {*range(1, 32)} == set() and counts[min(counts)] == 0
+    assert counts[141 * GIB] == 128 and sorted(counts.values()) == [*counts.values()]
+
+
+def test_experts_come_from_a_quarter_on(four_layers: PreTrainedModel) -> None:
+    """A MiB decides: so many as pay, or none, and the plan says why."""
+    low, high = 2 * GIB, 8 * GIB
+    assert by_default(four_layers, [low])[1] == {0} and by_default(four_layers, [high])[1] != {0}
+    while high - low > 1 << 20:
+        middle = (low + high) // 2
+        low, high = (low, middle) if by_default(four_layers, [middle])[1] != {0} else (middle, high)
+    found, counts = by_default(four_layers, [high])
+    assert counts == {32}
+    assert "32 of 128 experts as int4, a cache of those in use, until somebody else needs the memory" in str(
+        found
+    )
+    assert "cuda:0 beside a request of 65,536 tokens, all rows together, and a reserve" in str(found)
+    said = str(by_default(four_layers, [low])[0])
+    assert "no experts: there would be room for 31 of 128 of each layer, and fewer than 32 do not pay" in said
+    # Who says how long requests get, gets more of them; and a rule or a variable turns it off.
+    (more,) = by_default(four_layers, [high], context=1024)[1]
+    assert more > 32
+    (other,) = by_default(four_layers, [low], **{"routed experts.gpu_experts": 0.25})[1]
+    assert other == 32
+    off = str(by_default(four_layers, [high], **{"routed experts.gpu_experts": 0})[0])
+    assert "on the GPU" not in off and "gpu_experts: what is left" not in off
+
+
+def test_without_a_gpu_nothing_is_said_of_it(four_layers: PreTrainedModel) -> None:
+    found, counts = by_default(four_layers, [])
+    assert counts == {0} and "gpu_experts" not in str(found) and "without effect" not in str(found)
+
+
+def test_each_gpu_leaves_room_for_its_own_layers(four_layers: PreTrainedModel) -> None:
+    """Layers of a GPU that has no room for experts have none, those of the other one do."""
+    found, counts = by_default(four_layers, [24 * GIB, 2 * GIB])
+    none, _ = by_default(four_layers, [24 * GIB, 2 * GIB], gpu_experts=0)
+    assert not found.problems and counts == {0, 128}
+    assert found.bytes["cuda:0"] > none.bytes["cuda:0"] and found.bytes["cuda:1"] == none.bytes["cuda:1"]
+    assert found.runtime_memory == none.runtime_memory
+    alike, counts = by_default(four_layers, [24 * GIB, 24 * GIB])
+    assert counts == {128} and all(alike.bytes[f"cuda:{gpu}"] < 24 * GIB for gpu in (0, 1))
 
 
 def test_room_for_a_request_is_counted(model: PreTrainedModel) -> None:
