@@ -277,12 +277,12 @@ def _optimize(
 
 def _make_room(decided: Plan) -> None:
     """Have experts of other models give back memory of GPUs that a plan counts as free."""
-    for name, size in decided.to_load.items():
+    for name in dict.fromkeys([*decided.to_load, *decided.runtime_memory]):
         device = torch.device(name)
         if device.type == "cpu" or not lent.is_lent({device}):
             continue
         running = decided.runtime_memory.get(name)
-        wanted = size + (0 if running is None else sum(running.workspace.values()))
+        wanted = decided.to_load.get(name, 0) + (0 if running is None else sum(running.workspace.values()))
         if wanted > lent.free_bytes(device):
             lent.give_back({device})
 

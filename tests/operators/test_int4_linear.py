@@ -513,7 +513,7 @@ def test_the_blocks_that_layers_of_models_have(multiprocessors: int, cuda: str) 
     for k, n in LAYERS:
         for m in (17, 32, 48, 64, 100, 128, 192, 200, 256, 300, 384, 400, 512):
             chosen = _native.int4_blocks(n, k, m, multiprocessors)[:4]
-            if _native.int4_is_narrow(n, k, m, multiprocessors) or not is_small(k, n, m):
+            if _native.int4_is_measured(n, k, m, multiprocessors) or not is_small(k, n, m):
                 found.setdefault(chosen, (k, n, m))
     for k, n, m in found.values():
         check_product(filled(linear(k, n, seed=n), cuda), torch.bfloat16, m)
