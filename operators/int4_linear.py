@@ -17,7 +17,7 @@ from ktinject.machine import has_gpu
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.linears import int4_layout
 from ktinject.operators.linears.gpu_linear import GpuLinear
-from ktinject.operators.linears.int4_layout import TILE, Packed
+from ktinject.operators.linears.int4_layout import TILE
 
 if TYPE_CHECKING:
     from ktinject.checkpoints.formats.base import Format, Stored
@@ -271,13 +271,6 @@ class Int4Linear(GpuLinear):
         if self._native is None or dtype not in (torch.bfloat16, torch.float16):
             return self.codes().values().to(dtype)
         return self._as_stored(self._dequantise(dtype))
-
-    def packed(self) -> tuple[Packed, Tensor | None] | None:
-        """The weight on the GPU, and the bias [n] fp32; None if it is not loaded, or has inputs in another order."""
-        if self._native is None or self._order is not None:
-            return None
-        sizes = self.out_features, self.in_features, self.group_size
-        return Packed(self._words, self._scales, *sizes, self.has_zeros, self._scale_dtype), self._bias
 
     def _dequantise(self, dtype: torch.dtype) -> Tensor:
         """The weight [n, k] of `dtype`, with inputs in the packed order."""

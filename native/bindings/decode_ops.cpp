@@ -134,24 +134,16 @@ void def_linear(nb::module_& m) {
       "decode_linear",
       [](Address<> x, Address<> norm, float eps, float norm_offset, bool rounds_first, Address<> normed,
          const Sequence<Address<>>& given_weights, const Sequence<Address<>>& given_biases,
-         const Sequence<int>& given_n, const Sequence<Address<>>& given_scales, int group_size, bool has_zeros,
-         bool fp16_scales, Address<> residual, Address<> out, bool is_wide, Address<> then, int64_t then_bytes,
-         int rows, int k, DType dtype, cuda::Stream stream) {
+         const Sequence<int>& given_n, Address<> residual, Address<> out, bool is_wide, Address<> then,
+         int64_t then_bytes, int rows, int k, DType dtype, cuda::Stream stream) {
         const std::vector<Address<>> weights = vector_of(given_weights, "weights"),
-                                     biases = vector_of(given_biases, "biases"),
-                                     scales = vector_of(given_scales, "scales");
+                                     biases = vector_of(given_biases, "biases");
         const std::vector<int> n = vector_of(given_n, "n");
-        if (n.size() > cuda::DecodeLinear::kMatrices || weights.size() != n.size() || biases.size() != n.size() ||
-            scales.size() > n.size())
-          throw std::invalid_argument(
-              "decode_linear: up to four matrices, each with n and a bias or 0, and scales of the first");
+        if (n.size() > cuda::DecodeLinear::kMatrices || weights.size() != n.size() || biases.size() != n.size())
+          throw std::invalid_argument("decode_linear: up to four matrices, each with n and a bias or 0");
         cuda::DecodeLinear input{.x = x,
                                  .norm = norm,
                                  .normed = normed,
-                                 .coded = static_cast<int>(scales.size()),
-                                 .group_size = group_size,
-                                 .has_zeros = has_zeros,
-                                 .fp16_scales = fp16_scales,
                                  .residual = residual,
                                  .out = out,
                                  .is_wide = is_wide,
@@ -167,14 +159,12 @@ void def_linear(nb::module_& m) {
           input.biases[i] = biases[i];
           input.n[i] = n[i];
         }
-        for (size_t i = 0; i < scales.size(); ++i) input.scales[i] = scales[i];
         cuda::decode_linear(input, dtype, stream);
       },
       nb::kw_only(), nb::arg("x"), nb::arg("norm"), nb::arg("eps"), nb::arg("norm_offset"), nb::arg("rounds_first"),
-      nb::arg("normed"), nb::arg("weights"), nb::arg("biases"), nb::arg("n"), nb::arg("scales"), nb::arg("group_size"),
-      nb::arg("has_zeros"), nb::arg("fp16_scales"), nb::arg("residual"), nb::arg("out"), nb::arg("is_wide"),
-      nb::arg("then"), nb::arg("then_bytes"), nb::arg("rows"), nb::arg("k"), nb::arg("dtype"), nb::arg("stream"),
-      "Norm, linear layers, residual; addresses, 0 for what is not there. The first are int4, as many as have scales.");
+      nb::arg("normed"), nb::arg("weights"), nb::arg("biases"), nb::arg("n"), nb::arg("residual"), nb::arg("out"),
+      nb::arg("is_wide"), nb::arg("then"), nb::arg("then_bytes"), nb::arg("rows"), nb::arg("k"), nb::arg("dtype"),
+      nb::arg("stream"), "Norm, linear layers, residual; addresses, 0 for what is not there.");
 }
 
 cuda::DeltaInput delta_input(const Part& part) {

@@ -29,20 +29,6 @@ __device__ float rounded(float x) {
   return load(store<T>(x));
 }
 
-// As `rounded`, in pairs: the compiler rounds single values one by one, in four times as many instructions.
-template <class T>
-__device__ void round_all(float (&values)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; i += 2) {
-    float2 both;
-    if constexpr (std::is_same_v<T, __nv_bfloat16>)
-      both = __bfloat1622float2(__floats2bfloat162_rn(values[i], values[i + 1]));
-    else both = __half22float2(__floats2half2_rn(values[i], values[i + 1]));
-    values[i] = both.x;
-    values[i + 1] = both.y;
-  }
-}
-
 // A value that a kernel before this one writes. CUDA's headers let the compiler move __ldcg of a 16-bit float, which
 // may be to before await_previous(); it cannot move this.
 template <class T>
@@ -68,19 +54,10 @@ __device__ uint32_t pair(float low, float high) {
 
 template <class T>
 __device__ void unpack(uint4 words, float (&values)[8]) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float: an instruction each
-    const uint32_t each[4] = {words.x, words.y, words.z, words.w};
+  T found[8];
+  memcpy(found, &words, sizeof found);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      values[2 * i] = __uint_as_float(each[i] << 16);
-      values[2 * i + 1] = __uint_as_float(each[i] & 0xffff0000u);
-    }
-  } else {
-    T found[8];
-    memcpy(found, &words, sizeof found);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] = load(found[i]);
-  }
+  for (int i = 0; i < 8; ++i) values[i] = load(found[i]);
 }
 
 template <class T>

@@ -22,8 +22,6 @@ numbers. The coarse scales cost little accuracy: the error is flat around its mi
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -33,30 +31,6 @@ from ktinject.checkpoints.formats.base import Codes
 TILE = 64
 STRIP = 4  # tiles
 _ROWS = 2048  # rows that are quantised at a time, which limits temporary memory
-
-
-class Packed(NamedTuple):
-    """A weight [n, k] in this layout.
-
-    words, scales  of the layout above
-    n, k           k is a multiple of 64
-    group_size     inputs that share a scale: 32, or a multiple of 64
-    has_zeros      its scales come with zero points
-    scale_dtype    of the scales, bfloat16 or float16
-    """
-
-    words: Tensor
-    scales: Tensor
-    n: int
-    k: int
-    group_size: int
-    has_zeros: bool
-    scale_dtype: torch.dtype
-
-    @property
-    def kind(self) -> tuple[int, bool, torch.dtype]:
-        """What weights have in common that one kernel takes together."""
-        return self.group_size, self.has_zeros, self.scale_dtype
 
 
 def quantise(weight: Tensor, group_size: int, symmetric: bool) -> Codes:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ktinject import _native
 from ktinject.addresses import CODES, address, stream_of
-from ktinject.operators.linears.int4_layout import TILE, Packed
 
 _SPLIT = 256  # positions of the KV cache for one thread block of attention
 _MOST_SPLITS = 32
@@ -93,7 +92,7 @@ def prefetched(then: Tensor | None, device: torch.device) -> dict[str, Any]:
 
 def linear(
     x: Tensor,
-    weights: Sequence[Tensor | Packed],
+    weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] = (),
     *,
     norm: Norm | None = None,
@@ -105,8 +104,7 @@ def linear(
     """Up to four linear layers of the same input in one kernel, with the norm before and the residual after them.
 
     x         [m, k] bfloat16 or float16, m up to MOST_ROWS, k a multiple of 32; all tensors contiguous, of x's dtype
-    weights   [n, k] each; their biases are [n], or None. The first may be int4, all of one kind, each with a
-              multiple of 16 outputs; their biases are float32. k is a multiple of 64 then
+    weights   [n, k] each; their biases are [n], or None
     norm      an RMS norm of x before the layers
     normed    [m, k], receives the normed x
     residual  [m, sum of n], added to the rounded result
@@ -115,19 +113,11 @@ def linear(
     Returns   [m, sum of n]: the outputs of the layers, concatenated
     """
     rows, k = x.shape
-    coded = [weight for weight in weights if isinstance(weight, Packed)]
-    if (
-        any(isinstance(weight, Tensor) for weight in weights[: len(coded)])
-        or len({w.kind for w in coded}) > 1
-    ):
-        raise ValueError("int4 weights come before others, and are of one kind")
-    sizes = [weight.n if isinstance(weight, Packed) else weight.shape[0] for weight in weights]
+    sizes = [weight.shape[0] for weight in weights]
     out = x.new_empty(rows, sum(sizes), dtype=torch.float32 if wide else x.dtype)
     if wide and residual is not None:
         raise ValueError("a wide result takes no residual")
     like = x.device, x.dtype
-    group_size, has_zeros, scale_dtype = coded[0].kind if coded else (0, False, torch.bfloat16)
-    bias_dtypes = [torch.float32 if i < len(coded) else x.dtype for i in range(len(sizes))]
     _native.decode_linear(
         x=address("x", x, *like),
         norm=address("norm", None if norm is None else norm.weight, *like, (k,)),
@@ -135,16 +125,9 @@ def linear(
         norm_offset=0.0 if norm is None else norm.offset,
         rounds_first=norm is None or norm.rounds_first,
         normed=address("normed", normed, *like, (rows, k)),
-        weights=[_weight_address(weight, x) for weight in weights],
-        biases=[
-            address("bias", bias, x.device, dtype, (n,))
-            for bias, dtype, n in zip(biases or [None] * len(sizes), bias_dtypes, sizes)
-        ],
+        weights=[address("weight", weight, *like, (n, k)) for weight, n in zip(weights, sizes)],
+        biases=[address("bias", bias, *like, (n,)) for bias, n in zip(biases or [None] * len(sizes), sizes)],
         n=sizes,
-        scales=[_scales_address(weight, x) for weight in coded],
-        group_size=group_size,
-        has_zeros=has_zeros,
-        fp16_scales=scale_dtype == torch.float16,
         residual=address("residual", residual, *like, (rows, sum(sizes))),
         out=address("out", out, x.device),
         is_wide=wide,
@@ -155,22 +138,6 @@ def linear(
         stream=stream_of(x.device),
     )
     return out
-
-
-def _weight_address(weight: Tensor | Packed, x: Tensor) -> int:
-    """Raises ValueError if it is not a weight for x [m, k]."""
-    k = x.shape[1]
-    if isinstance(weight, Tensor):
-        return address("weight", weight, x.device, x.dtype, (weight.shape[0], k))
-    if weight.k != k:
-        raise ValueError(f"weight: found {weight.k} inputs, expected {k}")
-    return address("words", weight.words, x.device, torch.int32, (-(-weight.n // TILE) * TILE * k // 8,))
-
-
-def _scales_address(weight: Packed, x: Tensor) -> int:
-    dtype = torch.int32 if weight.has_zeros else torch.int16
-    count = -(-weight.n // TILE) * TILE * (weight.k // weight.group_size)
-    return address("scales", weight.scales, x.device, dtype, (count,))
 
 
 def routes(experts: int, top_k: int) -> bool:

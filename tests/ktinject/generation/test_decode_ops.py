@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +17,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
-from ktinject.checkpoints.formats.base import Codes
 from ktinject.generation import layer_spec
 from ktinject.generation.cuda import decode_ops, fused_steps, projections
 from ktinject.generation.cuda.chooser import Chooser
 from ktinject.generation.cuda.decode_ops import Cache, Norm
-from ktinject.operators.int4_linear import Int4Linear, Int4LinearConfig
-from ktinject.operators.linears import int4_layout
-from ktinject.operators.linears.int4_layout import Packed
 from ktinject.operators.probes import attention
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -214,198 +210,6 @@ class TestLinear:
             chain = [decode_ops.linear(x, weights) for _ in range(4)]
         graph.replay()
         assert all(torch.equal(first, other) for other in chain)
-
-
-class Coded(NamedTuple):
-    """An int4 weight, packed and as values [n, k] fp32."""
-
-    packed: Packed
-    values: Tensor
-
-
-def coded(
-    n: int, k: int, group_size: int, has_zeros: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> Coded:
-    found = int4_layout.quantise(torch.randn(n, k, device="cuda") * k**-0.5, group_size, not has_zeros)
-    scales = found.scales.to(dtype)
-    words, packed = (
-        int4_layout.pack_codes(found.codes),
-        int4_layout.pack_scales(scales.float(), found.zeros, dtype),
-    )
-    values = Codes(found.codes, scales.float(), found.zeros).values().float()
-    return Coded(Packed(words, packed, n, k, group_size, has_zeros, dtype), values)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize(
-    "group_size, has_zeros, scales",
-    [(32, True, torch.float16), (64, False, torch.bfloat16), (0, True, torch.bfloat16)],
-)
-# One matrix or several, with plain ones behind them or none; a tile; outputs that end within 64, and within the 256
-# that are packed together; as many inputs as one warp takes, as all take once, and more than are fetched ahead; on a
-# GPU of 132 multiprocessors, every number of tiles that a block may take at once, and more than once.
-@pytest.mark.parametrize(
-    "k, n, plain",
-    [(64, [16], []), (2048, [8192, 4096], [32, 32]), (7168, [112, 48, 16], [5]), (1088, [1040], [128])]
-    + [(4096, [2048], []), (192, [4240], [3]), (64, [6336], []), (128, [9216], []), (64, [10592], [])]
-    + [(320, [16384], []), (64, [20000], [9]), (128, [40000], [3000])],
-)
-class TestInt4Linear:
-    pytestmark = gpu
-
-    def test_is_norm_linear_and_residual(
-        self, dtype, rows, group_size, has_zeros, scales, k, n, plain
-    ) -> None:
-        torch.manual_seed(k)
-        make, count = {"device": "cuda", "dtype": dtype}, sum(n) + sum(plain)
-        x, residual = torch.randn(rows, k, **make), torch.randn(rows, count, **make)
-        weights = [coded(m, k, group_size or k, has_zeros, scales) for m in n]
-        others = [torch.randn(m, k, **make) * k**-0.5 for m in plain]
-        biases = [torch.randn(m, device="cuda") if i % 2 == 0 else None for i, m in enumerate(n)]
-        biases += [torch.randn(m, **make) if i % 2 == 0 else None for i, m in enumerate(plain)]
-        norm = Qwen3MoeRMSNorm(k).to(**make)
-        nn.init.normal_(norm.weight, 1)
-        kept = torch.full_like(x, torch.nan)
-        packed = [weight.packed for weight in weights]
-        out = decode_ops.linear(
-            x,
-            [*packed, *others],
-            biases,
-            norm=norm_of(norm),
-            normed=kept,
-            residual=residual,
-            then=packed[0].words,
-        )
-        values = [weight.values for weight in weights] + [w.float() for w in others]
-        assert_close(kept, norm(x))
-
-        def product(x: Tensor, biases: list[Tensor | None]) -> Tensor:
-            parts = [
-                x.double() @ w.double().T + (0 if bias is None else bias.double())
-                for w, bias in zip(values, biases)
-            ]
-            return torch.cat(parts, 1).to(dtype)
-
-        assert_close(out, product(kept, biases) + residual)
-        assert_close(decode_ops.linear(x, [*packed, *others]), product(x, [None] * len(values)))
-
-    def test_gives_the_same_bits_every_time(
-        self, dtype, rows, group_size, has_zeros, scales, k, n, plain
-    ) -> None:
-        """Also where each kernel begins before the one in front of it is done, and reads what that writes."""
-        if group_size == 64:
-            pytest.skip("twice is enough")
-        x = torch.randn(rows, k, device="cuda", dtype=dtype)
-        weights = [coded(m, k, group_size or k, has_zeros, scales).packed for m in n]
-        others = [torch.randn(m, k, device="cuda", dtype=dtype) for m in plain]
-        first = decode_ops.linear(x, [*weights, *others])
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            copies = [x.clone() for _ in range(4)]
-            chain = [decode_ops.linear(copy, [*weights, *others]) for copy in copies]
-        graph.replay()
-        assert all(torch.equal(first, other) for other in chain)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_what_int4_does_not_serve_is_refused() -> None:
-    x = torch.zeros(1, 128, device="cuda", dtype=torch.bfloat16)
-    fits = coded(64, 128, 64).packed
-    for weights, words in [
-        ([fits._replace(n=24, words=fits.words, scales=fits.scales)], "multiple of 16 outputs"),
-        ([coded(64, 96 * 2, 96).packed], "192 inputs, expected 128"),
-        ([fits._replace(words=fits.words[1:])], "words: found"),
-        ([fits._replace(scales=fits.scales.int())], "scales: found"),
-        ([fits, coded(64, 128, 128).packed], "of one kind"),
-        ([torch.zeros(8, 128, device="cuda", dtype=torch.bfloat16), fits], "come before"),
-        ([coded(64, 128, 128).packed._replace(group_size=48, scales=fits.scales)], "groups of 32"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            decode_ops.linear(x, weights)
-
-
-class TestProjecting:
-    """Which linear layers become one kernel, and which keep their own."""
-
-    @pytest.fixture
-    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-        """The kinds of weights of each call of `decode_ops.linear`, which is computed by torch."""
-        calls: list[list[str]] = []
-
-        def linear(
-            x: Tensor, weights: Any, biases: Any, *, norm: Any, normed: Any, residual: Any, then: Any
-        ) -> Tensor:
-            calls.append(["int4" if isinstance(weight, Packed) else "plain" for weight in weights])
-            if norm is not None:
-                x = rms_norm(x, norm)
-            if normed is not None:
-                normed.copy_(x)
-            parts = []
-            for weight, bias in zip(weights, biases):
-                if isinstance(weight, Packed):
-                    codes = int4_layout.unpack_codes(weight.words, weight.n, weight.k)
-                    groups = weight.k // weight.group_size
-                    scales, zeros = int4_layout.unpack_scales(
-                        weight.scales, weight.n, groups, weight.scale_dtype
-                    )
-                    weight = Codes(codes, scales, zeros).values()
-                parts.append(
-                    nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
-                )
-            out = torch.cat(parts, 1).to(x.dtype)
-            return out if residual is None else out + residual
-
-        def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-            return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
-
-        def multiply(self: Int4Linear, x: Tensor) -> Tensor:
-            return nn.functional.linear(x, self.codes().values().to(x.dtype), self.unpacked("bias"))
-
-        monkeypatch.setattr(decode_ops, "linear", linear)
-        monkeypatch.setattr(decode_ops, "rms_norm", rms_norm)
-        monkeypatch.setattr(Int4Linear, "multiply", multiply)
-        return calls
-
-    @staticmethod
-    def layer(n: int, group_size: int = 0, k: int = 128, is_loaded: bool = True) -> nn.Module:
-        plain = nn.Linear(k, n, dtype=torch.bfloat16, bias=group_size != 0)
-        if group_size == 0:
-            return plain
-        operator = Int4Linear.build(plain, Int4LinearConfig(device="cpu", group_size=group_size))
-        operator.allocate()
-        for name in operator.parameter_shapes():
-            operator.load(name, getattr(plain, name), None, None)
-        operator.finish()
-        operator._native = object() if is_loaded else None
-        return operator
-
-    @pytest.mark.parametrize(
-        "layers, expected",
-        [
-            ([(64, 32), (48, 32)], [["int4", "int4"]]),
-            ([(8,), (64, 32), (8,)], [["int4", "plain", "plain"]]),  # gates go along
-            ([(96,), (64, 32), (48,)], [["int4"], ["plain", "plain"]]),  # too many to go along
-            ([(64, 32), (48, 64)], [["int4"], ["int4"]]),  # of two kinds
-            ([(64, 32), (40, 32)], [["int4"]]),  # tiles that would end within a matrix
-            ([(24, 32)], []),
-            ([(64, 32, False), (32,)], [["plain"]]),
-            ([(16,), (16,)], [["plain", "plain"]]),
-        ],
-    )
-    def test_gives_what_the_layers_give(self, layers: Any, expected: list[list[str]], calls: Any) -> None:
-        torch.manual_seed(0)
-        linears = [self.layer(n, *rest[:1], is_loaded=all(rest[1:])) for n, *rest in layers]
-        x, weight = torch.randn(2, 128).bfloat16(), torch.randn(128).bfloat16()
-        found = projections.project(x, linears, Norm(weight, 1e-6))
-        assert calls == expected
-        normed = nn.functional.rms_norm(x, (128,), weight, 1e-6)
-        for linear, out in zip(linears, found):
-            own = linear.codes().values() if isinstance(linear, Int4Linear) else linear.weight
-            bias = linear.unpacked("bias") if isinstance(linear, Int4Linear) else linear.bias
-            wanted = nn.functional.linear(normed.float(), own.float(), None if bias is None else bias.float())
-            assert_close(out, wanted.bfloat16(), roundings=2)
 
 
 @pytest.mark.gpu
