@@ -280,8 +280,9 @@ def same_text(tokens: Tensor, logits: Tensor, want: Tensor, rounding: Rounding) 
     assert behind.max() <= bound, (
         f"a token {behind.max():.3f} behind the reference's own; {bound:.3f} is rounding"
     )
+    # Near ties: eager steps in bf16 alone have up to 0.021 of them in the texts of the trained models.
     other = int((behind > 0).sum())
-    assert other <= math.ceil(0.02 * tokens.numel()), (
+    assert other <= math.ceil(0.03 * tokens.numel()), (
         f"{other} of {tokens.numel()} tokens are not the reference's"
     )
     return int((behind == 0).all(-1).sum())

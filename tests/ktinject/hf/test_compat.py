@@ -46,6 +46,7 @@ PUBLIC = (
     "transformers.modeling_outputs",
     "transformers.utils",
     "transformers.generation.streamers",
+    "transformers.image_utils",
     "transformers.quantizers",
     "transformers.utils.quantization_config",
 )
