@@ -154,8 +154,9 @@ class CpuExperts(Operator):
     int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
     Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights, fp8_channel with one for each output; mxfp4 is e2m1
     with a power of two for 32 inputs, nvfp4 with an e4m3 scale for 16 and a factor for all.
-    K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file; activations are int8 with a
-    scale for 256 inputs beside them. Inputs on another device are copied to the CPU, and the result is copied back.
+    K-quants (q2_k to q6_k, and iq4_xs) and q8_0 are the codes, scales and minima of a GGUF file; activations are int8
+    with a scale for 256 inputs beside them, for 128 beside q8_0. Inputs on another device are copied to the CPU, and
+    the result is copied back.
     """
 
     Config = CpuExpertsConfig

@@ -57,9 +57,10 @@ class CpuLinear(PackedLinear):
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
     int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
     Sums are fp32. A checkpoint's own fp8 (in blocks of 128 × 128, or with a scale for each output), nvfp4, int8 and
-    int4 are taken as they are. K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file;
-    activations are int8 with a scale for 256 inputs beside them. Inputs on another device are copied to the CPU, and
-    the result is copied back. Gradients flow to the input as with the unpacked weight; weight and bias are frozen.
+    int4 are taken as they are. K-quants (q2_k to q6_k, and iq4_xs) and q8_0 are the codes, scales and minima of a GGUF
+    file; activations are int8 with a scale for 256 inputs beside them, for 128 beside q8_0. Inputs on another device
+    are copied to the CPU, and the result is copied back. Gradients flow to the input as with the unpacked weight;
+    weight and bias are frozen.
     """
 
     Config = CpuLinearConfig

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ktinject.operators.probes.experts import ExpertsSpec
 
 GROUPS = (32, 64, 128)  # inputs that share a scale, in int4
-KQuant = Literal["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"]
+KQuant = Literal["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "q8_0"]
 K_QUANTS = get_args(KQuant)  # kept from GGUF files, never made
 # What the CPU's kernels multiply by.
 CpuWeights = Literal["bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4", KQuant]
@@ -71,7 +71,7 @@ def _formats(
 
 
 def k_quants(stored: Collection[tuple[str, Format]]) -> dict[str, Any]:
-    """The arguments for one K-quant of gate and up, and one of down, as GGUF files mix them; {} for anything else."""
+    """The arguments for one K-quant, or q8_0, of gate and up, and one of down, as GGUF files mix them; {} for anything else."""
     down = {form.encoding for name, form in stored if name.startswith("down_proj")}
     others = {form.encoding for name, form in stored if not name.startswith("down_proj")}
     if len(down) != 1 or len(others) != 1 or not down | others <= {*K_QUANTS}:

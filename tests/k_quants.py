@@ -1,4 +1,4 @@
-"""K-quants made from values, plainly: what GGUF files hold and no Python package makes.
+"""K-quants and Q8_0 made from values, plainly: what GGUF files hold and, but for Q8_0, no Python package makes.
 
 `quantised` rounds to the nearest code with scales from each run's extremes. The gguf package reads what it makes.
 """
@@ -8,21 +8,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-KINDS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
+KINDS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "q8_0")
 _WITH_MINIMA = {"q2_k": (3, 15, 16), "q4_k": (15, 63, 32), "q5_k": (31, 63, 32)}  # largest q, largest s, run
 _SIGNED = {"q3_k": (4, 31, 16), "q6_k": (32, 127, 16)}  # -q is the lowest, largest s, run
+INPUTS = {"q8_0": 32}  # of a block, where it is not 256
 _BOOK = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 _TWO_BITS = torch.arange(0, 8, 2)[:, None]
 
 
 def quantised(values: Tensor, kind: str) -> Tensor:
-    """values [..., k] → the rows of a GGUF file, uint8 [..., bytes]; k is a multiple of 256."""
-    blocks = values.float().reshape(-1, 256)
+    """values [..., k] → the rows of a GGUF file, uint8 [..., bytes]; k is a multiple of 256, for q8_0 of 32."""
+    blocks = values.float().reshape(-1, INPUTS.get(kind, 256))
     rows = _quantised(blocks, kind)
     return rows.reshape(*values.shape[:-1], -1).contiguous()
 
 
 def _quantised(x: Tensor, kind: str) -> Tensor:
+    if kind == "q8_0":
+        d = (x.abs().amax(-1, keepdim=True) / 127).half()
+        return _bytes(d, _nearest(x, d.float()).clamp(-128, 127).to(torch.int8).view(torch.uint8))
     if kind in _WITH_MINIMA:
         most, largest, run = _WITH_MINIMA[kind]
         runs = x.view(len(x), -1, run)

@@ -55,7 +55,7 @@ INT4_LINEAR_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4}
 FP8_LINEAR_TOLERANCE = 8e-3
 
 
-K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
+K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "q8_0")
 
 
 def relative_error(found: Tensor, want: Tensor) -> float:
@@ -137,16 +137,18 @@ def intermediate(gate: Tensor | None, up: Tensor, spec: ExpertsSpec) -> Tensor:
 
 
 def rounding(weights: str) -> str:
-    """What kernels for a weight format round activations to: bf16, int8 with a scale a row, or one for 256 inputs."""
+    """What kernels for a weight format round activations to: bf16, int8 with a scale a row, or one for some inputs."""
     if weights in K_QUANTS:
-        return "int8_256"
+        return "int8_128" if weights == "q8_0" else "int8_256"
     return "int8" if weights.startswith("int") else "bf16"
 
 
 def rounded(x: Tensor, activations: str) -> Tensor:
     """x rounded as `rounding` says, in fp64."""
-    if activations == "int8_256":
-        return dequantise_rows(*quantise_int8_rows(x.unflatten(-1, (-1, 256)))).double().flatten(-2)
+    if activations.startswith("int8_"):
+        inputs = int(activations.removeprefix("int8_"))
+        blocks = torch.nn.functional.pad(x, (0, -x.shape[-1] % inputs)).unflatten(-1, (-1, inputs))
+        return dequantise_rows(*quantise_int8_rows(blocks)).double().flatten(-2)[..., : x.shape[-1]]
     return to_bf16(x) if activations == "bf16" else to_int8(x)
 
 

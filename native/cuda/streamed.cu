@@ -200,14 +200,30 @@ __device__ void put_k_quant(Tile& tile, const std::byte* block, int column, int 
   }
 }
 
+// The same of q8_0.
+__device__ void put_q8_0(Tile& tile, const std::byte* block, int column, int run, int input) {
+  constexpr gemm::Format kFormat = gemm::Format::q8_0;
+  const float d = __half2float(reinterpret_cast<const __half*>(block)[run * gemm::kPanel + column]);
+  const int row = gemm::k_head_rows(kFormat) + (column / gemm::kTile * (gemm::kQ8Inputs / 32) + run) * 8;
+  const auto* codes = reinterpret_cast<const uint32_t*>(block + row * 64) + column % gemm::kTile;
+#pragma unroll
+  for (int at = 0; at < 32; ++at) {
+    const auto code = static_cast<int8_t>(codes[at / 4 * 16] >> (8 * (at % 4)));
+    tile[column][input + at] = __float2bfloat16_rn(__fmul_rn(d, static_cast<float>(code)));
+  }
+}
+
 // Fills the tile with the values of kInputs inputs of a K-quant from `first` on.
 template <gemm::Format kFormat>
 __device__ void fill_tile(Tile& tile, const std::byte* panel, int first) {
-  static_assert(gemm::kSuperblock % kInputs == 0);
-  const std::byte* block = panel + static_cast<size_t>(first / gemm::kSuperblock) * 2 * gemm::tile_bytes(kFormat);
+  constexpr int kBlock = gemm::k_inputs(kFormat);
+  static_assert(kBlock % kInputs == 0);
+  const std::byte* block = panel + static_cast<size_t>(first / kBlock) * 2 * gemm::tile_bytes(kFormat);
   for (int i = static_cast<int>(threadIdx.x); i < gemm::kPanel * kInputs / 32; i += kThreads) {
     const int column = i % gemm::kPanel, input = i / gemm::kPanel * 32;
-    put_k_quant<kFormat>(tile, block, column, (first % gemm::kSuperblock + input) / 32, input);
+    const int chunk = (first % kBlock + input) / 32;
+    if constexpr (kFormat == gemm::Format::q8_0) put_q8_0(tile, block, column, chunk, input);
+    else put_k_quant<kFormat>(tile, block, column, chunk, input);
   }
 }
 
@@ -497,6 +513,9 @@ void Streamed::unpack_run(const moe::PackedRun& run, const std::byte* from, size
         break;
       case gemm::Format::iq4_xs:
         launch(unpack_kernel<gemm::Format::iq4_xs>);
+        break;
+      case gemm::Format::q8_0:
+        launch(unpack_kernel<gemm::Format::q8_0>);
         break;
     }
     check_cuda(cudaGetLastError(), "unpacking experts on the GPU");

@@ -1,5 +1,6 @@
 #include "gemm/backends.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <vector>
@@ -11,18 +12,18 @@ namespace ktinject::gemm {
 // The products of kernels/, one line a file. All but the reference's read fp8_channel as fp8.
 Multiply reference_bf16, reference_int8, reference_int4, reference_fp8, reference_mxfp4;
 Multiply reference_fp8_channel, reference_nvfp4;
-Multiply reference_k_quant;
+Multiply reference_k_quant, reference_q8_0;
 Multiply avx2_bf16, avx2_int8, avx2_int4, avx2_fp8, avx2_mxfp4, avx2_nvfp4;
-Multiply avx2_q2_k, avx2_q3_k, avx2_q4_k, avx2_q5_k, avx2_q6_k, avx2_iq4_xs;
+Multiply avx2_q2_k, avx2_q3_k, avx2_q4_k, avx2_q5_k, avx2_q6_k, avx2_iq4_xs, avx2_q8_0;
 Multiply avxvnni_int8, avxvnni_int4;
 Multiply avx512_bf16, avx512_int8, avx512_int4, avx512_fp8, avx512_mxfp4, avx512_nvfp4;
-Multiply avx512_q2_k, avx512_q3_k, avx512_q4_k, avx512_q5_k, avx512_q6_k, avx512_iq4_xs;
+Multiply avx512_q2_k, avx512_q3_k, avx512_q4_k, avx512_q5_k, avx512_q6_k, avx512_iq4_xs, avx512_q8_0;
 Multiply amx_bf16, amx_int8, amx_int4, amx_fp8, amx_mxfp4, amx_nvfp4;
-Multiply amx_q2_k, amx_q3_k, amx_q4_k, amx_q5_k, amx_q6_k, amx_iq4_xs;
+Multiply amx_q2_k, amx_q3_k, amx_q4_k, amx_q5_k, amx_q6_k, amx_iq4_xs, amx_q8_0;
 Multiply modelled_amx_bf16, modelled_amx_int8, modelled_amx_int4, modelled_amx_fp8, modelled_amx_mxfp4;
 Multiply modelled_amx_nvfp4;
 Multiply modelled_amx_q2_k, modelled_amx_q3_k, modelled_amx_q4_k, modelled_amx_q5_k, modelled_amx_q6_k;
-Multiply modelled_amx_iq4_xs;
+Multiply modelled_amx_iq4_xs, modelled_amx_q8_0;
 
 namespace {
 
@@ -56,7 +57,8 @@ constexpr Backend kBackends[] = {
       {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_q4_k},
       {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_q5_k},
       {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_q6_k},
-      {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_iq4_xs}}},
+      {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_iq4_xs},
+      {kAmxInt8 | kAvx512K, kOneByteTileRows, amx_q8_0}}},
     {"avx512",
      kAvx512Set,
      true,
@@ -75,7 +77,8 @@ constexpr Backend kBackends[] = {
       {kAvx512K, 0, avx512_q4_k},
       {kAvx512K, 0, avx512_q5_k},
       {kAvx512K, 0, avx512_q6_k},
-      {kAvx512K, 0, avx512_iq4_xs}}},
+      {kAvx512K, 0, avx512_iq4_xs},
+      {kAvx512K, 0, avx512_q8_0}}},
     {"avxvnni",
      kAvx2Set | kAvxVnni,
      true,
@@ -101,7 +104,8 @@ constexpr Backend kBackends[] = {
       {kF16c, 0, avx2_q4_k},
       {kF16c, 0, avx2_q5_k},
       {kF16c, 0, avx2_q6_k},
-      {kF16c, 0, avx2_iq4_xs}}},
+      {kF16c, 0, avx2_iq4_xs},
+      {kF16c, 0, avx2_q8_0}}},
     {"reference",
      0,
      true,
@@ -120,7 +124,8 @@ constexpr Backend kBackends[] = {
       {0, 0, reference_k_quant},
       {0, 0, reference_k_quant},
       {0, 0, reference_k_quant},
-      {0, 0, reference_k_quant}}},
+      {0, 0, reference_k_quant},
+      {0, 0, reference_q8_0}}},
     // The AMX kernels over a software model of the tile unit: slow, for machines without AMX, where tests must reach
     // them too.
     {"modelled_amx",
@@ -141,7 +146,8 @@ constexpr Backend kBackends[] = {
       {kAvx512K, 0, modelled_amx_q4_k},
       {kAvx512K, 0, modelled_amx_q5_k},
       {kAvx512K, 0, modelled_amx_q6_k},
-      {kAvx512K, 0, modelled_amx_iq4_xs}}},
+      {kAvx512K, 0, modelled_amx_iq4_xs},
+      {kAvx512K, 0, modelled_amx_q8_0}}},
 };
 
 const Kernel* kernel_named(const std::string& name) {
@@ -202,11 +208,11 @@ void pack_row(const VectorOps& ops, const Matrix& matrix, const void* x, DType d
                               matrix.group_size, codes, group_sum, outliers);
     return;
   }
-  for (int block = 0; block < matrix.blocks(); ++block)
-    scale[block] = ops.quantise_row(
-        static_cast<const std::byte*>(x) + static_cast<size_t>(block * kSuperblock) * dtype_bytes(dtype), dtype,
-        kSuperblock, kSuperblock, 0, matrix.group_size, codes + block * kSuperblock,
-        group_sum + block * (kSuperblock / matrix.group_size), nullptr);
+  const int inputs = matrix.block();
+  for (int block = 0, first = 0; block < matrix.blocks(); ++block, first += inputs)
+    scale[block] = ops.quantise_row(static_cast<const std::byte*>(x) + static_cast<size_t>(first) * dtype_bytes(dtype),
+                                    dtype, std::min(inputs, matrix.k - first), inputs, 0, matrix.group_size,
+                                    codes + first, group_sum + first / matrix.group_size, nullptr);
 }
 
 size_t scratch_bytes(const Matrix& matrix) {

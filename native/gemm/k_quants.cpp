@@ -154,6 +154,23 @@ void write_plane(const Block* outputs, int first, std::byte* to) {
     }
 }
 
+// A block of a tile's 16 outputs of q8_0: runs `first` ... of `runs` in the rows that begin at `rows`.
+void write_q8_tile(const KSource& source, int output, int first, int runs, std::byte* to, int tile) {
+  constexpr size_t kFileBytes = k_file_bytes(Format::q8_0);
+  constexpr int kRuns = k_factor_rows(Format::q8_0), kQuads = k_code_rows(Format::q8_0);
+  std::byte* codes = to + (kRuns + tile * kRuns * kQuads) * 64;
+  for (int j = 0; j < kTile; ++j)
+    for (int run = 0; run < kRuns; ++run) {
+      uint8_t padding[kFileBytes] = {};
+      const uint8_t* from = padding;
+      if (output + j < source.n && first + run < runs)
+        from = source.data + (output + j) * source.stride + static_cast<size_t>(first + run) * kFileBytes;
+      std::memcpy(to + run * 64 + (tile * kTile + j) * 2, from, 2);
+      for (int quad = 0; quad < kQuads; ++quad)
+        std::memcpy(codes + (run * kQuads + quad) * 64 + j * 4, from + 2 + quad * 4, 4);
+    }
+}
+
 // A block of a tile's 16 outputs.
 void write_tile(Format format, const Block* outputs, std::byte* to, int tile) {
   const KQuant kind = k_quant(format);
@@ -209,7 +226,8 @@ int KBlock::t(int column, int run) const {
 
 int KBlock::code(int column, int k) const {
   const KQuant kind = k_quant(format_);
-  const int chunk = column / kTile * kChunks + k / 32, quad = k % 32 / 4, at = column % kTile * 4 + k % 4;
+  const int chunk = column / kTile * (k_inputs(format_) / 32) + k / 32, quad = k % 32 / 4,
+            at = column % kTile * 4 + k % 4;
   const int first = k_head_rows(format_) + chunk * k_code_rows(format_);
   const BitsAt low = bits_at(kind.low, first, quad);
   int code = byte(low.row, at) >> low.shift & ((1 << kind.low) - 1);
@@ -217,6 +235,7 @@ int KBlock::code(int column, int k) const {
     const BitsAt high = bits_at(kind.high, first + kind.low, quad);
     code |= (byte(high.row, at) >> high.shift & ((1 << kind.high) - 1)) << kind.low;
   }
+  if (format_ == Format::q8_0) return static_cast<int8_t>(code);
   return format_ == Format::iq4_xs ? kIq4Values[code] : code;
 }
 
@@ -224,6 +243,7 @@ int KBlock::code(int column, int k) const {
 float KBlock::value(int column, int k) const {
   const KQuant kind = k_quant(format_);
   const int run = k / kind.run;
+  if (format_ == Format::q8_0) return d(column, run) * static_cast<float>(code(column, k));
   const float product =
       d(column) * static_cast<float>(s(column, run)) * static_cast<float>(code(column, k) - kind.zero);
   return kind.has_min ? product - m(column) * static_cast<float>(t(column, run)) : product;
@@ -234,13 +254,21 @@ void pack_k_quants(runtime::ThreadPool& workers, const Matrix& matrix, const KSo
   if (!is_k_quant(matrix.format))
     throw std::domain_error(what + ": blocks of a GGUF file for " + format_name(matrix.format) +
                             " weights; decode them first");
-  const size_t file_bytes = k_file_bytes(matrix.format), expected = static_cast<size_t>(matrix.blocks()) * file_bytes;
+  const size_t file_bytes = k_file_bytes(matrix.format),
+               expected = static_cast<size_t>(matrix.k / k_file_inputs(matrix.format)) * file_bytes;
   if (source.row_bytes != expected)
     throw std::domain_error(what + ": found rows of " + std::to_string(source.row_bytes) + " bytes; " +
                             format_name(matrix.format) + " needs " + std::to_string(expected));
   each_tile(workers, runs, place, [&](int t, int) {
     const TileAt at = place(t);
     std::byte* panel = panel_of(matrix, runs, at.panel);
+    if (matrix.format == Format::q8_0) {
+      constexpr int kRuns = k_factor_rows(Format::q8_0);
+      for (int b = 0; b < matrix.blocks(); ++b)
+        write_q8_tile(source, t * kTile, b * kRuns, matrix.k / k_file_inputs(Format::q8_0),
+                      panel + static_cast<size_t>(b) * 2 * matrix.tile_bytes(), at.second);
+      return;
+    }
     Block outputs[kTile];
     for (int b = 0; b < matrix.blocks(); ++b) {
       for (int j = 0; j < kTile; ++j) {

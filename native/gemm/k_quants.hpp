@@ -9,6 +9,10 @@
 //   q6_k    6 bits    runs of 16   d * s * (q - 32)
 //   iq4_xs  4 bits    runs of 32   d * s * kIq4Values[q]
 //
+// Q8_0 is kept in the same way. It has d for each run of 32 inputs, and no s:
+//
+//   q8_0    8 bits    runs of 32   d * q, q signed
+//
 // A block of 256 inputs of a panel's 32 outputs is a sequence of rows of 64 bytes:
 //
 //   d                 fp16 of output 0, of output 1, ...
@@ -25,7 +29,10 @@
 // So a dot product is two sums of integers for 256 inputs: of s times (codes times activations), and of t, or s, times
 // the sum of the activations of a run. A panel is read from end to end.
 //
-// Source: ggml's block_q*_K and block_iq4_xs.
+// A block of q8_0 is of 128 inputs: d of each of its four runs, a row each, then the codes. Its dot product is one sum
+// of integers for each run, times d. Inputs are padded to 128 with codes and d of zero.
+//
+// Source: ggml's block_q*_K, block_iq4_xs and block_q8_0.
 #pragma once
 
 #include <cstddef>
@@ -42,7 +49,10 @@ inline constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -
 // The same as unsigned operands of a dot product: 128 more.
 inline constexpr int kIq4Offset = 128;
 
-// Bytes of 256 inputs in a file; 0 for a format that is no K-quant.
+// Inputs of a block in a file.
+constexpr int k_file_inputs(Format format) { return format == Format::q8_0 ? 32 : kSuperblock; }
+
+// Bytes of a block in a file; 0 for a format that is no K-quant.
 constexpr size_t k_file_bytes(Format format) {
   switch (format) {
     case Format::q2_k:
@@ -57,12 +67,14 @@ constexpr size_t k_file_bytes(Format format) {
       return 210;
     case Format::iq4_xs:
       return 136;
+    case Format::q8_0:
+      return 34;
     default:
       return 0;
   }
 }
 
-// Rows of a file's blocks: [n] rows, `stride` bytes apart, each with k / 256 blocks.
+// Rows of a file's blocks: [n] rows, `stride` bytes apart, each with k / k_file_inputs blocks.
 struct KSource {
   const uint8_t* data = nullptr;
   int n = 0;
@@ -70,16 +82,16 @@ struct KSource {
   ptrdiff_t stride = 0;
 };
 
-// What block `block` of a panel says of weight (column, k), k from 0 to 255.
+// What block `block` of a panel says of weight (column, k), k from 0 to 255; of q8_0 to 127.
 class KBlock {
  public:
   KBlock(const Matrix& matrix, const std::byte* panel, int block)
       : format_(matrix.format), data_(panel + static_cast<size_t>(block) * 2 * matrix.tile_bytes()) {}
-  float d(int column) const { return half(column); }
+  float d(int column, int run = 0) const { return half(run * kPanel + column); }  // run: of q8_0
   float m(int column) const { return half(kPanel + column); }
   int s(int column, int run) const;
   int t(int column, int run) const;
-  int code(int column, int k) const;  // of iq4_xs: its value
+  int code(int column, int k) const;  // of iq4_xs: its value; of q8_0 signed
   float value(int column, int k) const;
 
  private:

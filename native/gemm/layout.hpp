@@ -16,7 +16,8 @@
 //                              a nibble is e2m1
 //   fp8_channel, nvfp4         blocks as those of fp8 and mxfp4
 //
-//   K-quants  block of 256 inputs, both tiles together: codes, scales and minima of a GGUF file, see gemm/k_quants.hpp
+//   K-quants  block of 256 inputs (q8_0: 128), both tiles together: codes, scales and minima of a GGUF file, see
+//             gemm/k_quants.hpp
 //
 //   panel = [head][block 0: tile 0, tile 1][block 1: tile 0, tile 1]...
 //   head    bf16, K-quants: none
@@ -44,22 +45,22 @@
 
 namespace ktinject::gemm {
 
-enum class Format { bf16, int8, int4, fp8, mxfp4, fp8_channel, nvfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs };
+enum class Format { bf16, int8, int4, fp8, mxfp4, fp8_channel, nvfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, q8_0 };
 
 struct FormatName {
   Format format;
   const char* name;
 };
 inline constexpr FormatName kFormatNames[] = {
-    {Format::bf16, "bf16"},    {Format::int8, "int8"},   {Format::int4, "int4"},
-    {Format::fp8, "fp8"},      {Format::mxfp4, "mxfp4"}, {Format::fp8_channel, "fp8_channel"},
-    {Format::nvfp4, "nvfp4"},  {Format::q2_k, "q2_k"},   {Format::q3_k, "q3_k"},
-    {Format::q4_k, "q4_k"},    {Format::q5_k, "q5_k"},   {Format::q6_k, "q6_k"},
-    {Format::iq4_xs, "iq4_xs"}};
+    {Format::bf16, "bf16"},     {Format::int8, "int8"},   {Format::int4, "int4"},
+    {Format::fp8, "fp8"},       {Format::mxfp4, "mxfp4"}, {Format::fp8_channel, "fp8_channel"},
+    {Format::nvfp4, "nvfp4"},   {Format::q2_k, "q2_k"},   {Format::q3_k, "q3_k"},
+    {Format::q4_k, "q4_k"},     {Format::q5_k, "q5_k"},   {Format::q6_k, "q6_k"},
+    {Format::iq4_xs, "iq4_xs"}, {Format::q8_0, "q8_0"}};
 inline constexpr int kFormats = std::size(kFormatNames);
 inline const char* format_name(Format format) { return kFormatNames[static_cast<int>(format)].name; }
 
-// The K-quants, and IQ4_XS, which is built like them.
+// The K-quants, and IQ4_XS and Q8_0, which are kept like them.
 KTINJECT_HOST_DEVICE constexpr bool is_k_quant(Format format) { return format >= Format::q2_k; }
 
 // Whether activations are int8 with scales; for the other formats they are bf16.
@@ -89,6 +90,9 @@ inline constexpr int kNvfp4Group = 16;
 
 // Inputs of a block of a K-quant, and of an activation's scale beside them.
 inline constexpr int kSuperblock = 256;
+// The same of q8_0: four blocks of a file. Widths that are no multiple of it are padded.
+inline constexpr int kQ8Inputs = 128;
+KTINJECT_HOST_DEVICE constexpr int k_inputs(Format format) { return format == Format::q8_0 ? kQ8Inputs : kSuperblock; }
 
 // A K-quant: bits of its codes that lie together, those above them (0: none), inputs of a run, which share s and t;
 // whether there are m and t; what is taken off a code.
@@ -111,20 +115,27 @@ KTINJECT_HOST_DEVICE constexpr KQuant k_quant(Format format) {
       return {4, 1, 32, true, 0};
     case Format::q6_k:
       return {4, 2, 16, false, 32};
+    case Format::q8_0:
+      return {8, 0, 32, false, 0};
     default:  // iq4_xs
       return {4, 0, 32, false, 0};
   }
 }
-// Rows of 64 bytes of a block of both tiles: d and m; s, or s and t; 32 inputs of a tile; all.
-KTINJECT_HOST_DEVICE constexpr int k_factor_rows(Format format) { return k_quant(format).has_min ? 2 : 1; }
-KTINJECT_HOST_DEVICE constexpr int k_scale_rows(Format format) { return kSuperblock / k_quant(format).run / 2; }
+// Rows of 64 bytes of a block of both tiles: d and m, or d of each run; s, or s and t; 32 inputs of a tile; all.
+KTINJECT_HOST_DEVICE constexpr int k_factor_rows(Format format) {
+  if (format == Format::q8_0) return kQ8Inputs / k_quant(format).run;
+  return k_quant(format).has_min ? 2 : 1;
+}
+KTINJECT_HOST_DEVICE constexpr int k_scale_rows(Format format) {
+  return format == Format::q8_0 ? 0 : kSuperblock / k_quant(format).run / 2;
+}
 KTINJECT_HOST_DEVICE constexpr int k_head_rows(Format format) {
   const bool apart = k_quant(format).has_min && format != Format::q2_k;
   return k_factor_rows(format) + k_scale_rows(format) * (apart ? 2 : 1);
 }
 KTINJECT_HOST_DEVICE constexpr int k_code_rows(Format format) { return k_quant(format).low + k_quant(format).high; }
 KTINJECT_HOST_DEVICE constexpr int k_block_rows(Format format) {
-  return k_head_rows(format) + 2 * (kSuperblock / 32) * k_code_rows(format);
+  return k_head_rows(format) + 2 * (k_inputs(format) / 32) * k_code_rows(format);
 }
 
 // Inputs that share a scale: int4 has the choice; 0 where that is all of them.
@@ -138,7 +149,7 @@ inline constexpr int scale_group(Format format, int group_size) {
 
 // Inputs of a block, and bytes of one tile of it.
 KTINJECT_HOST_DEVICE constexpr int block_inputs(Format format) {
-  return is_k_quant(format) ? kSuperblock : has_int8_rows(format) ? 64 : 32;
+  return is_k_quant(format) ? k_inputs(format) : has_int8_rows(format) ? 64 : 32;
 }
 KTINJECT_HOST_DEVICE constexpr size_t tile_bytes(Format format) {
   if (is_k_quant(format)) return static_cast<size_t>(k_block_rows(format)) * 32;
@@ -241,7 +252,7 @@ struct OutlierColumns {
 //         every product is 128 * sum of the weight column, folded into the panel's offset when packing
 //   int4  int8 = q; the weights are the unsigned operand there (nibble = q + zero), and zero * sum of the row's group
 //   is taken off
-//   K-quants  int8 = q, with a scale for each 256 inputs, as ggml has it
+//   K-quants  int8 = q, with a scale for each 256 inputs, as ggml has it; q8_0: for each 128
 struct PackedActivations {
   const std::byte* data = nullptr;
   size_t row_bytes = 0;

@@ -152,7 +152,8 @@ void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, 
 
 void unpack_column(const Matrix& matrix, const std::byte* panel, int column, float* out) {
   if (is_k_quant(matrix.format)) {
-    for (int k = 0; k < matrix.k; ++k) out[k] = KBlock(matrix, panel, k / kSuperblock).value(column, k % kSuperblock);
+    const int inputs = matrix.block();
+    for (int k = 0; k < matrix.k; ++k) out[k] = KBlock(matrix, panel, k / inputs).value(column, k % inputs);
     return;
   }
   const std::byte* data = panel + matrix.head_bytes();
@@ -206,9 +207,9 @@ void check_format(Format format, int group_size, bool symmetric) {
 
 void check_inputs(const char* name, Format format, int inputs) {
   check_size(name, inputs, kMostInputs);
-  if (is_k_quant(format) && inputs % kSuperblock != 0)
+  if (is_k_quant(format) && inputs % k_file_inputs(format) != 0)
     throw std::invalid_argument(std::string(name) + ": found " + std::to_string(inputs) + "; " + format_name(format) +
-                                " comes in blocks of " + std::to_string(kSuperblock));
+                                " comes in blocks of " + std::to_string(k_file_inputs(format)));
 }
 
 void pack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, const VectorOps& ops, const Source& source,

@@ -127,14 +127,15 @@ def test_an_expert_with_more_rows_than_a_kernel_is_given_at_once(weights, tokens
 def test_a_token_has_the_same_bits_beside_any_others_and_with_any_instructions(weights):
     """The sum of a block is a whole number in every kernel; the reference adds blocks up with a rounding more."""
     torch.manual_seed(0)
-    sizes = {"up": (256, 768), "down": (768, 256)}
+    hidden, inner = (800, 288) if weights in k_quants.INPUTS else (768, 256)  # not whole blocks of the kernels'
+    sizes = {"up": (inner, hidden), "down": (hidden, inner)}
     blocks = {name: k_quants.quantised(torch.randn(shape) * 0.1, weights) for name, shape in sizes.items()}
-    x, found = torch.randn(70, 768).bfloat16(), []
+    x, found = torch.randn(70, hidden).bfloat16(), []
     for row in TABLE:
         if row["weights"] != weights or not row["available"] or row["name"].startswith("reference"):
             continue
         experts = _native.Experts(
-            experts=1, hidden_size=768, intermediate_size=256, weights=weights, group_size=0, has_gate=False,
+            experts=1, hidden_size=hidden, intermediate_size=inner, weights=weights, group_size=0, has_gate=False,
             has_bias=False, activation="identity", alpha=1.0, gate_max=math.inf, up_limit=math.inf, up_offset=0.0,
             kernel=row["name"],
         )  # fmt: skip
@@ -166,7 +167,7 @@ def test_the_largest_sums_of_k_quants(kernel):
     x[2, 1::2] = -1
     x[3, 2::4] = x[3, 3::4] = -1
     x[4:] = torch.randint(0, 2, (rows - 4, k)) * 2.0 - 1
-    blocks = k_quants.quantised(torch.randn(n, k), kind).view(n, k // 256, -1)
+    blocks = k_quants.quantised(torch.randn(n, k), kind).view(n, k // k_quants.INPUTS.get(kind, 256), -1)
     file_d = {
         "q2_k": (80, 84),
         "q3_k": (108, 110),
@@ -174,11 +175,15 @@ def test_the_largest_sums_of_k_quants(kernel):
         "q5_k": (0, 4),
         "q6_k": (208, 210),
         "iq4_xs": (0, 2),
+        "q8_0": (0, 2),
     }
     first, last = file_d[kind]  # d and m stay; all else is ones, zeros, or either
     ends = torch.randint(0, 2, blocks.shape, dtype=torch.uint8) * 255
     ends[: n // 4], ends[n // 4 : n // 2] = 255, 0
     ends[n // 2 : n // 4 * 3] = torch.randint(0, 256, ends[n // 2 : n // 4 * 3].shape, dtype=torch.uint8)
+    if kind == "q8_0":  # signed: -128, 127, and either
+        either = torch.where(ends[n // 4 * 3 :] > 0, 128, 127).byte()
+        ends[: n // 4], ends[n // 4 : n // 2], ends[n // 4 * 3 :] = 128, 127, either
     ends[..., first:last] = blocks[..., first:last]
     linear = _native.Linear(
         out_features=n, in_features=k, weights=kind, group_size=0, has_bias=False, kernel=kernel

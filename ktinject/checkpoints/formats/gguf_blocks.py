@@ -52,8 +52,8 @@ _LAYOUT: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "TQ2_0": (256, 66, (64,)), "TQ1_0": (256, 54, (52,)),
 }  # fmt: skip
 TYPES = tuple(_LAYOUT)
-_KEPT = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # operators take them as they are
-_Q4_0_GROUP = 32  # inputs in a block
+_KEPT = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q8_0")  # operators take them as they are
+_GROUP = 32  # inputs in a block of Q4_0 and Q8_0
 _MOST_EXPONENT = 252  # of MXFP4: 6 · 2^125 is the largest that bf16 and fp32 hold; 255 stands for NaN
 _DRAWN_BLOCKS = 9_973  # then they repeat: to draw all takes longer than to pack them
 _AT_ONCE = 1 << 18  # values; their intermediates take some 8 MB, which the cache may hold
@@ -62,7 +62,7 @@ _AT_ONCE = 1 << 18  # values; their intermediates take some 8 MB, which the cach
 def random_rows(kind: str, shape: Sequence[int]) -> GgufRows:
     """A weight [..., n, k] of random codes and small scales.
 
-    kind    the name of a type of 256 inputs a block: "q4_k"
+    kind    the name of a type that operators take as it is: "q4_k"
     """
     inputs, size, halves = _LAYOUT[kind.upper()]
     count = math.prod(shape) // inputs
@@ -86,10 +86,11 @@ class GgufBlocks(SourceFormat):
         if dtype == "MXFP4":
             return Format("gguf_mxfp4", encoding="mxfp4", exact_in=("bf16", "mxfp4"))
         if dtype == "Q4_0":
-            return Format("q4_0", group_size=_Q4_0_GROUP, encoding="int4", scales="F16", by_slice=is_stack)
+            return Format("q4_0", group_size=_GROUP, encoding="int4", scales="F16", by_slice=is_stack)
         if dtype not in _KEPT:
             return Format(dtype.lower())
-        return Format(dtype.lower(), encoding=dtype.lower(), by_slice=is_stack)
+        group = _GROUP if dtype == "Q8_0" else 0
+        return Format(dtype.lower(), group_size=group, encoding=dtype.lower(), by_slice=is_stack)
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         """fp32, as ggml dequantises them."""

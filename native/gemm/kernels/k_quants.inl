@@ -12,18 +12,19 @@
 // How far ahead of the loads weights are asked for: see avx512.cpp.
 constexpr int kPrefetchBytes = 4096;
 
-// Of one block of 256 inputs and one of its tiles.
+// Of one block and one of its tiles.
 template <Format kFormat>
 struct KTile {
   static constexpr KQuant kKind = k_quant(kFormat);
-  static constexpr int kRuns = kSuperblock / kKind.run, kPairs = kRuns / 2, kQuads = kKind.run / 4;
+  static constexpr int kInputs = k_inputs(kFormat), kChunks = kInputs / 32;
+  static constexpr int kRuns = kInputs / kKind.run, kPairs = kRuns / 2, kQuads = kKind.run / 4;
   static constexpr int kCodeRows = k_code_rows(kFormat);
   static constexpr size_t kBytes = static_cast<size_t>(k_block_rows(kFormat)) * 64;
 
   const std::byte* block;
   int tile;
 
-  const std::byte* d() const { return block + tile * 32; }
+  const std::byte* d(int run = 0) const { return block + run * 64 + tile * 32; }  // run: of q8_0
   const std::byte* m() const { return block + 64 + tile * 32; }
   const std::byte* s(int pair) const { return block + (k_factor_rows(kFormat) + pair) * 64 + tile * 32; }
   const std::byte* t(int pair) const {
@@ -31,7 +32,7 @@ struct KTile {
   }
   // Of 32 inputs.
   const std::byte* codes(int chunk) const {
-    return block + (k_head_rows(kFormat) + (tile * 8 + chunk) * kCodeRows) * 64;
+    return block + (k_head_rows(kFormat) + (tile * kChunks + chunk) * kCodeRows) * 64;
   }
   // The tile's half of the rows before the codes: with those of the codes, all lines are asked for in the order in
   // which they lie. Left out, they broke the stream at each block (Zen 3, q4_k: 15 GB/s instead of 21).
@@ -84,7 +85,7 @@ void for_k_rows(const Matrix& matrix, const std::byte* panels, int count, const 
         for (int group = 0; group < rows.m; group += kTile) {
           const int height = rows.group_rows(group);
           const size_t block_stride = static_cast<size_t>(height) * 64;
-          const std::byte* x = rows.group(group) + static_cast<size_t>(b) * 4 * block_stride;
+          const std::byte* x = rows.group(group) + static_cast<size_t>(b) * (k_inputs(kFormat) / 64) * block_stride;
           for (int at = 0; at < height;) {
             int take = kMost;
             while (take > height - at) take /= 2;
@@ -105,13 +106,17 @@ void for_k_rows(const Matrix& matrix, const std::byte* panels, int count, const 
 template <Format kFormat, int... kQuad>
 inline void unpack_chunk(const std::byte* rows, std::byte* to, std::integer_sequence<int, kQuad...>);
 
-// to [64 quads][64 bytes]
+// to [64 quads][64 bytes]; of q8_0 nothing, as its codes are bytes
 template <Format kFormat>
-void unpack(const KTile<kFormat>& tile, std::byte* to) {
+void unpack(const KTile<kFormat>& tile, [[maybe_unused]] std::byte* to) {
   tile.prefetch_head();
-  for (int chunk = 0; chunk < 8; ++chunk, to += 512) {
-    tile.prefetch(chunk);
-    unpack_chunk<kFormat>(tile.codes(chunk), to, std::make_integer_sequence<int, 8>());
+  if constexpr (kFormat == Format::q8_0) {
+    for (int chunk = 0; chunk < tile.kChunks; ++chunk) tile.prefetch(chunk);
+  } else {
+    for (int chunk = 0; chunk < 8; ++chunk, to += 512) {
+      tile.prefetch(chunk);
+      unpack_chunk<kFormat>(tile.codes(chunk), to, std::make_integer_sequence<int, 8>());
+    }
   }
 }
 
@@ -128,10 +133,11 @@ inline void run(const KTile<kFormat>& tile, const KRows& rows, int take, const s
     multiply<Format::FORMAT>(matrix, panels, count, rows, c, scratch);                                         \
   }
 // The kernels of an instruction set; outside of the unnamed namespace.
-#define KTINJECT_K_QUANTS(ISA) \
-  KTINJECT_K_QUANT(ISA, q2_k)  \
-  KTINJECT_K_QUANT(ISA, q3_k)  \
-  KTINJECT_K_QUANT(ISA, q4_k)  \
-  KTINJECT_K_QUANT(ISA, q5_k)  \
-  KTINJECT_K_QUANT(ISA, q6_k)  \
-  KTINJECT_K_QUANT(ISA, iq4_xs)
+#define KTINJECT_K_QUANTS(ISA)  \
+  KTINJECT_K_QUANT(ISA, q2_k)   \
+  KTINJECT_K_QUANT(ISA, q3_k)   \
+  KTINJECT_K_QUANT(ISA, q4_k)   \
+  KTINJECT_K_QUANT(ISA, q5_k)   \
+  KTINJECT_K_QUANT(ISA, q6_k)   \
+  KTINJECT_K_QUANT(ISA, iq4_xs) \
+  KTINJECT_K_QUANT(ISA, q8_0)

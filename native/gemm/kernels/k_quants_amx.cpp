@@ -9,6 +9,9 @@
 //
 // The sum of a block is finished as the AVX2 kernel does it, so the results are the same bits. That, and making the
 // tiles of the next block, is done a little at a time between tile products, which leave the vector units idle.
+//
+// The codes of q8_0 are bytes, and its tiles lie in the packed weights. Each run has d of its own: a product is of 32
+// inputs, half as long as a tile can be, and its sums are multiplied between the products of the next block.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -291,6 +294,104 @@ void multiply_tiles(const Matrix& matrix, const std::byte* panels, int count, co
   Tiles::release();
 }
 
+// Results of a block of q8_0 and up to 32 rows, from the sums of its runs.
+class RunSums {
+  using Tile = KTile<Format::q8_0>;
+  static constexpr int kOfRun = kPanel * kPanel;
+
+ public:
+  static constexpr size_t kBytes = 2 * Tile::kRuns * kOfRun * sizeof(int32_t);
+
+  // scratch: kBytes
+  RunSums(const PackedActivations& rows, int blocks, std::byte* scratch, const Epilogue* epilogue)
+      : rows_(rows), blocks_(blocks), places_(reinterpret_cast<int32_t*>(scratch)), epilogue_(epilogue) {}
+
+  // Where to store the sums of run `run`: [32 rows][32].
+  int32_t* place(int run) const { return places_ + ((turn_ ^ 1) * Tile::kRuns + run) * kOfRun; }
+
+  // The sums at place() are of block `block` of panel `panel`, whose bytes are at `data`, and of rows `row` ...;
+  // c [count, 32].
+  void start(const std::byte* data, int panel, int block, int row, int count, float* c) {
+    rest();
+    turn_ ^= 1;
+    data_ = data, panel_ = panel, block_ = block, row_ = row, count_ = count, c_ = c, at_ = 0;
+  }
+  void some() { take(std::min(kAtOnce, count_ - at_)); }
+  void rest() { take(count_ - at_); }
+
+ private:
+  // A quarter of all: there are four products to hide them behind.
+  static constexpr int kAtOnce = kPanel / Tile::kRuns;
+
+  void take(int count) {
+    if (count <= 0) return;
+    for (int side = 0; side < 2; ++side) take(side, count);
+    if (block_ + 1 == blocks_ && epilogue_ != nullptr)
+      epilogue_->take(epilogue_->context, panel_, row_ + at_, count, c_ + at_ * kPanel);
+    at_ += count;
+  }
+  void take(int side, int count) const {
+    const Tile tile{data_, side};
+    __m512 d[Tile::kRuns];
+    for (int run = 0; run < Tile::kRuns; ++run) d[run] = _mm512_cvtph_ps(load_half(tile.d(run)));
+    const float* scale = rows_.scale + static_cast<size_t>(row_) * static_cast<size_t>(blocks_) + block_;
+    for (int i = at_; i < at_ + count; ++i) {
+      const int32_t* sums = places_ + turn_ * Tile::kRuns * kOfRun + i * kPanel + side * kTile;
+      __m512 value = _mm512_setzero_ps();
+      for (int run = 0; run < Tile::kRuns; ++run)
+        value = _mm512_fmadd_ps(d[run], _mm512_cvtepi32_ps(_mm512_load_si512(sums + run * kOfRun)), value);
+      float* to = c_ + i * kPanel + side * kTile;
+      const __m512 by = _mm512_set1_ps(scale[static_cast<size_t>(i) * static_cast<size_t>(blocks_)]);
+      _mm512_store_ps(to, block_ > 0 ? _mm512_fmadd_ps(by, value, _mm512_load_ps(to)) : _mm512_mul_ps(by, value));
+    }
+  }
+
+  const PackedActivations& rows_;
+  const int blocks_;
+  int32_t* const places_;
+  const Epilogue* const epilogue_;
+  const std::byte* data_ = nullptr;
+  int turn_ = 0, panel_ = 0, block_ = 0, row_ = 0, at_ = 0, count_ = 0;
+  float* c_ = nullptr;
+};
+
+template <class Tiles>
+void multiply_q8_tiles(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
+                       float* c, std::byte* scratch, const Epilogue* epilogue) {
+  using Tile = KTile<Format::q8_0>;
+  const int blocks = matrix.blocks();
+  RunSums sums(rows, blocks, scratch, epilogue);
+  int m0 = 0, m1 = 0;
+  for (int panel = 0; panel < count; ++panel, c += static_cast<size_t>(rows.m) * kPanel)
+    for (int block = 0; block < blocks; ++block, panels += Tile::kBytes) {
+      const Tile tiles[2] = {{panels, 0}, {panels, 1}};
+      for (const Tile& tile : tiles) unpack(tile, nullptr);
+      for (int row = 0; row < rows.m; row += kPanel) {
+        const int h0 = rows.group_rows(row), h1 = row + kTile < rows.m ? rows.group_rows(row + kTile) : 0;
+        if (h0 != m0 || h1 != m1) {
+          Tiles::configure(TileShapes(h0, h1, 32));
+          m0 = h0, m1 = h1;
+        }
+        const bool two = h1 > 0;
+        const size_t first = static_cast<size_t>(block) * (Tile::kInputs / 64);  // of 64 inputs
+        for (int run = 0; run < Tile::kRuns; ++run) {
+          const size_t step = first + static_cast<size_t>(run / 2);
+          const int within = run % 2 * 32;
+          Tiles::zero(two);
+          Tiles::load_a0(rows.group(row) + step * static_cast<size_t>(h0) * 64 + within);
+          if (two) Tiles::load_a1(rows.group(row + kTile) + step * static_cast<size_t>(h1) * 64 + within);
+          Tiles::load_b(tiles[0].codes(run), tiles[1].codes(run));
+          Tiles::signed_signed(two);
+          sums.some();
+          Tiles::store(sums.place(run), two);
+        }
+        sums.start(panels, panel, block, row, h0 + h1, c + row * kPanel);
+      }
+    }
+  sums.rest();
+  Tiles::release();
+}
+
 }  // namespace
 
 #define KTINJECT_K_QUANT_TILES(BACKEND, TILES, FORMAT)                                                             \
@@ -307,6 +408,15 @@ void multiply_tiles(const Matrix& matrix, const std::byte* panels, int count, co
   KTINJECT_K_QUANT_TILES(BACKEND, TILES, iq4_xs)
 KTINJECT_K_QUANTS_TILES(amx, HardwareTiles)
 KTINJECT_K_QUANTS_TILES(modelled_amx, ModelTiles)
+
+void amx_q8_0(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+              std::byte* scratch, const Epilogue* epilogue) {
+  multiply_q8_tiles<HardwareTiles>(matrix, panels, count, rows, c, scratch, epilogue);
+}
+void modelled_amx_q8_0(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
+                       float* c, std::byte* scratch, const Epilogue* epilogue) {
+  multiply_q8_tiles<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue);
+}
 
 }  // namespace ktinject::gemm
 

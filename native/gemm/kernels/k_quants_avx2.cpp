@@ -206,6 +206,58 @@ class Rows {
   __m256i sum_[M][2], less_[M][2];
 };
 
+// M rows of a tile of q8_0. Codes are signed bytes as activations are, so their signs go to these; two products of 128
+// and 127 fill 16 bits, and are added up in 32. kReady: the tile was asked for already.
+template <int M, bool kReady>
+class Rows<Format::q8_0, M, kReady> {
+  using Tile = KTile<Format::q8_0>;
+
+ public:
+  Rows(const Tile& tile, const KRows& rows, const std::byte*) : tile_(tile), rows_(rows) {}
+
+  KTINJECT_INLINE void run() const {
+    if constexpr (!kReady) tile_.prefetch_head();
+    __m256 value[M][2];
+    for (auto& row : value) row[0] = row[1] = _mm256_setzero_ps();
+#pragma GCC unroll 1
+    for (int run = 0; run < Tile::kRuns; ++run) {
+      if constexpr (!kReady) tile_.prefetch(run);
+      one_run(run, value);
+    }
+    for (int row = 0; row < M; ++row)
+      for (int h = 0; h < 2; ++h) put(rows_, row, h, value[row][h]);
+  }
+
+ private:
+  KTINJECT_INLINE void one_run(int run, __m256 (&value)[M][2]) const {
+    const std::byte* codes = tile_.codes(run);
+    const std::byte* x = rows_.quad(0, run * 32);
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i sum[M][2];
+    for (auto& row : sum) row[0] = row[1] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int quad = 0; quad < Tile::kQuads; ++quad) {
+      const __m256i w[2] = {load(codes + quad * 64), load(codes + quad * 64 + 32)};
+      const __m256i size[2] = {_mm256_abs_epi8(w[0]), _mm256_abs_epi8(w[1])};
+      for (int row = 0; row < M; ++row) {
+        const __m256i a = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x + row * 64 + quad * 4));
+        for (int h = 0; h < 2; ++h) {
+          const __m256i two = _mm256_maddubs_epi16(size[h], _mm256_sign_epi8(a, w[h]));
+          sum[row][h] = _mm256_add_epi32(sum[row][h], _mm256_madd_epi16(two, ones));
+        }
+      }
+    }
+    for (int h = 0; h < 2; ++h) {
+      const __m256 d = _mm256_cvtph_ps(load_half(tile_.d(run) + h * 16));
+      for (int row = 0; row < M; ++row)
+        value[row][h] = _mm256_fmadd_ps(d, _mm256_cvtepi32_ps(sum[row][h]), value[row][h]);
+    }
+  }
+
+  const Tile tile_;
+  const KRows rows_;
+};
+
 // A tile of 256 inputs, taken apart: it stays in the L1 cache while all rows pass by.
 template <Format kFormat>
 struct alignas(64) ReadyTile {
@@ -430,12 +482,22 @@ void multiply_many(const Matrix& matrix, const std::byte* panels, int count, con
 template <Format kFormat>
 void multiply(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
               std::byte* scratch) {
-  if (rows.m > kMostRows) return multiply_many<kFormat>(matrix, panels, count, rows, c, scratch);
-  for_k_rows<kFormat, kMostRows>(
-      matrix, panels, count, rows, c, [](const KTile<kFormat>&) {},
-      [](const KTile<kFormat>& tile, const KRows& some, int take, bool) {
-        run<kFormat, Rows, kMostRows, false>(tile, some, take, nullptr);
-      });
+  if constexpr (kFormat == Format::q8_0) {
+    for_k_rows<kFormat, kMostRows>(
+        matrix, panels, count, rows, c, [&](const KTile<kFormat>& tile) { unpack(tile, scratch); },
+        [](const KTile<kFormat>& tile, const KRows& some, int take, bool is_ready) {
+          if (is_ready) run<kFormat, Rows, kMostRows, true>(tile, some, take, nullptr);
+          else run<kFormat, Rows, kMostRows, false>(tile, some, take, nullptr);
+        });
+  } else if (rows.m > kMostRows) {
+    multiply_many<kFormat>(matrix, panels, count, rows, c, scratch);
+  } else {
+    for_k_rows<kFormat, kMostRows>(
+        matrix, panels, count, rows, c, [](const KTile<kFormat>&) {},
+        [](const KTile<kFormat>& tile, const KRows& some, int take, bool) {
+          run<kFormat, Rows, kMostRows, false>(tile, some, take, nullptr);
+        });
+  }
 }
 
 }  // namespace

@@ -132,6 +132,54 @@ class Rows {
   alignas(64) int32_t offsets_[M][16];
 };
 
+// The same of q8_0: a run's sum is multiplied by its d. Codes are made unsigned, for which a run begins with the sum of
+// its activations, -128 times. kReady: the tile was asked for already.
+template <int M, bool kReady>
+class Rows<Format::q8_0, M, kReady> {
+  using Tile = KTile<Format::q8_0>;
+
+ public:
+  Rows(const Tile& tile, const KRows& rows, const std::byte*) : tile_(tile), rows_(rows) {}
+
+  KTINJECT_INLINE void run() const {
+    if constexpr (!kReady) tile_.prefetch_head();
+    __m512 value[M];
+    for (auto& row : value) row = _mm512_setzero_ps();
+#pragma GCC unroll 1
+    for (int run = 0; run < Tile::kRuns; ++run) {
+      if constexpr (!kReady) tile_.prefetch(run);
+      one_run(run, value);
+    }
+    for (int row = 0; row < M; ++row) {
+      float* to = rows_.c + row * kPanel;
+      const __m512 scale = _mm512_set1_ps(rows_.scale[row * rows_.scales]);
+      _mm512_storeu_ps(
+          to, rows_.add ? _mm512_fmadd_ps(scale, value[row], _mm512_loadu_ps(to)) : _mm512_mul_ps(scale, value[row]));
+    }
+  }
+
+ private:
+  KTINJECT_INLINE void one_run(int run, __m512 (&value)[M]) const {
+    const std::byte* codes = tile_.codes(run);
+    const std::byte* x = rows_.quad(0, run * 32);
+    __m512i sum[M];
+    for (int row = 0; row < M; ++row) sum[row] = _mm512_set1_epi32(-128 * rows_.sums[row * rows_.groups + run]);
+#pragma GCC unroll 8
+    for (int quad = 0; quad < Tile::kQuads; ++quad) {
+      const __m512i w = _mm512_xor_si512(load(codes + quad * 64), _mm512_set1_epi8(static_cast<char>(0x80)));
+      for (int row = 0; row < M; ++row) {
+        const auto* a = reinterpret_cast<const int32_t*>(x + row * 64 + quad * 4);
+        sum[row] = _mm512_dpbusd_epi32(sum[row], w, _mm512_set1_epi32(*a));
+      }
+    }
+    const __m512 d = _mm512_cvtph_ps(load_half(tile_.d(run)));
+    for (int row = 0; row < M; ++row) value[row] = _mm512_fmadd_ps(d, _mm512_cvtepi32_ps(sum[row]), value[row]);
+  }
+
+  const Tile tile_;
+  const KRows rows_;
+};
+
 template <Format kFormat>
 void multiply(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
               std::byte* scratch) {

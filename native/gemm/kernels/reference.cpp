@@ -158,4 +158,24 @@ void reference_k_quant(const Matrix& matrix, const std::byte* panels, int count,
   });
 }
 
+void reference_q8_0(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                    std::byte*, const Epilogue*) {
+  constexpr int kRun = k_quant(Format::q8_0).run;
+  for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
+    float total = 0;
+    for (int b = 0; b < matrix.blocks(); ++b) {
+      const KBlock block(matrix, panel, b);
+      float value = 0;
+      for (int run = 0; run < kQ8Inputs / kRun; ++run) {
+        int32_t products = 0;
+        for (int k = run * kRun; k < (run + 1) * kRun; ++k)
+          products += block.code(j, k) * int32_t{static_cast<int8_t>(*of_row(rows, row, b * kQ8Inputs + k))};
+        value += block.d(j, run) * static_cast<float>(products);
+      }
+      total += rows.scale[row * matrix.blocks() + b] * value;
+    }
+    return total;
+  });
+}
+
 }  // namespace ktinject::gemm

@@ -22,9 +22,8 @@ struct alignas(64) TileShapes {
   uint16_t bytes_a_row[16] = {};
   uint8_t rows[16] = {};
 
-  // m0, m1: rows of the two A tiles (m1 may be 0: tiles 2, 3 and 5 are then not used).
-  TileShapes(int m0, int m1) {
-    constexpr int k_bytes = 64;
+  // m0, m1: rows of the two A tiles (m1 may be 0: tiles 2, 3 and 5 are then not used). k_bytes: of a row of these.
+  TileShapes(int m0, int m1, int k_bytes = 64) {
     auto set = [&](int tile, int tile_rows, int bytes) {
       rows[tile] = static_cast<uint8_t>(tile_rows);
       bytes_a_row[tile] = static_cast<uint16_t>(bytes);

@@ -79,7 +79,6 @@ MOVED = [
     ("mixtral", "Q4_0", "self_attn.q_proj.weight", "moved"),
     ("qwen3_next", "Q4_0", "linear_attn.in_proj_qkvz.weight", "moved"),
     ("qwen3_5_moe_text", "Q4_0", "linear_attn.in_proj_qkv.weight", "moved"),
-    ("mixtral", "Q8_0", "self_attn.q_proj.weight", ""),
     ("gpt_oss", "Q8_0", "mlp.experts.down_proj", ""),
     ("qwen3_5_moe_text", "Q4_0", "linear_attn.out_proj.weight", ""),
     ("deepseek_v3", "Q4_0", "self_attn.kv_b_proj.weight", ""),
@@ -109,26 +108,29 @@ def test_codes_come_through_recipes_that_move_rows(
             assert values_of(checkpoint.stored(key, index), rows == "across").equal(want[index])
 
 
-def test_rows_of_k_quants_come_through_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
+def test_rows_of_blocks_come_through_recipes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of blocks are moved whole. The gguf package makes no K-quants, so their codes are random."""
-    quantize = families.gguf.quants.quantize
+    quantize, name = families.gguf.quants.quantize, kind.lower()
 
-    def drawn(values: Any, kind: Any) -> Any:
-        if kind != families.gguf.GGMLQuantizationType.Q4_K:
-            return quantize(values, kind)
+    def drawn(values: Any, of: Any) -> Any:
+        if of != families.gguf.GGMLQuantizationType.Q4_K:
+            return quantize(values, of)
         return gguf_blocks.random_rows("q4_k", values.shape).rows.numpy()
 
     monkeypatch.setattr(families.gguf.quants, "quantize", drawn)
     heads = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    file = families.write(families.model("mixtral", **heads), tmp_path / "a.gguf", "Q4_K")
+    file = families.write(families.model("mixtral", **heads), tmp_path / "a.gguf", kind)
     with Checkpoint.open(file) as checkpoint:
         key = "model.layers.0.self_attn.q_proj.weight"
-        assert checkpoint.format_of(key).encoding == "q4_k"
+        assert checkpoint.format_of(key).encoding == name
         rows = checkpoint.stored(key)
-        assert gguf_blocks.values("Q4_K", rows.rows).equal(checkpoint.decode(key))
+        assert gguf_blocks.values(kind, rows.rows).equal(checkpoint.decode(key))
     model = ktinject.load(file, devices="cpu", progress=False)
     (found,) = (r.runs for r in model.ktinject.replacements if r.path == key.removesuffix(".weight"))
-    assert found["weights"] == "q4_k" and found["values"] == "kept (q4_k)"
+    assert found["weights"] == name and found["values"] == f"kept ({name})"
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "granitemoeshared", "mixtral", "llama4_text", "qwen3_moe"])

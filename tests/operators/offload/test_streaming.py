@@ -62,8 +62,9 @@ def filled(
 
 
 def filled_from_blocks(hidden: int, inner: int, kind: str) -> CpuExperts:
-    """Experts of a K-quant, whose down projection is another one."""
+    """Experts of a K-quant, whose down projection is another one, where widths are of its blocks."""
     down = "q6_k" if kind != "q6_k" else "q4_k"
+    down = kind if inner % 256 else down
     config = CpuExpertsConfig(device="cpu", weights=kind, down_weights=down)  # type: ignore[arg-type]
     made = CpuExperts.build(leaf(hidden, inner), config)
     made.allocate()
@@ -71,7 +72,8 @@ def filled_from_blocks(hidden: int, inner: int, kind: str) -> CpuExperts:
     for name, shape in made.parameter_shapes().items():
         own = down if name == "down_proj" else kind
         rows = k_quants.quantised(torch.randn(shape, generator=random) * 0.05, own)
-        made.load_stored(name, GgufRows(own, rows, 256, rows.shape[-1] * 256 // shape[-1]), None, None)
+        block = k_quants.INPUTS.get(own, 256)
+        made.load_stored(name, GgufRows(own, rows, block, rows.shape[-1] * block // shape[-1]), None, None)
     made.finish()
     return made
 
@@ -629,7 +631,8 @@ def test_experts_on_the_gpu_are_not_sent(kind: str, count: int, monkeypatch: pyt
 @gpu
 @pytest.mark.parametrize("kind", k_quants.KINDS)
 def test_k_quants_are_unpacked_to_their_values(kind: str) -> None:
-    operator = filled_from_blocks(512, 256, kind)
+    narrow = kind in k_quants.INPUTS  # not whole blocks of the kernels'
+    operator = filled_from_blocks(*((480, 352) if narrow else (512, 256)), kind)
     layer = streamed(operator)
     layer.ring.reserve()
     seen = 0
