@@ -71,7 +71,7 @@ def _formats(
 
 
 def k_quants(stored: Collection[tuple[str, Format]]) -> dict[str, Any]:
-    """The arguments for one K-quant, or q8_0, of gate and up, and one of down, as GGUF files mix them; {} for anything else."""
+    """The arguments for one format of K_QUANTS for gate and up, and one for down, as GGUF files mix them; or {}."""
     down = {form.encoding for name, form in stored if name.startswith("down_proj")}
     others = {form.encoding for name, form in stored if not name.startswith("down_proj")}
     if len(down) != 1 or len(others) != 1 or not down | others <= {*K_QUANTS}:

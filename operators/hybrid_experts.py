@@ -153,7 +153,7 @@ class HybridExperts(CpuExperts):
             return f"no experts: {self._remark}"
         text = f"{len(self.resident)} of {self.num_experts} experts as {config.gpu_format}"
         if config.gpu_weights == "same" and config.gpu_format != config.weights:
-            text += f" ({config.weights} has no kernel there, so they do not move)"
+            text += f" ({weights_in_words(config)} has no kernel there, so they do not move)"
         if self._spares():
             text += ", a cache of those in use"
         if self._leave:

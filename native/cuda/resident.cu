@@ -250,10 +250,40 @@ __device__ void multiply_codes(const Panels& matrix, const std::byte* panel, con
   }
 }
 
+// The same for q8_0: a load of the warp is a run of 32 inputs of one tile, which has a scale for each output.
+template <class T>
+__device__ void multiply_q8_0(const Panels& matrix, const std::byte* panel, const T* row, float (&sums)[2][4]) {
+  constexpr gemm::Format kFormat = gemm::Format::q8_0;
+  constexpr int kRuns = gemm::k_factor_rows(kFormat);
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  for (int at = warp; at < matrix.blocks * kRuns; at += kWarps) {
+    const int run = at % kRuns;
+    const std::byte* block = panel + static_cast<size_t>(at / kRuns) * 2 * gemm::tile_bytes(kFormat);
+    float x[4];
+    load_row(row, at * 32 + lane / 4 * 4, matrix.k, x);
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      const int codes = gemm::k_head_rows(kFormat) + (tile * kRuns + run) * gemm::k_code_rows(kFormat);
+      const uint4 loaded = __ldcs(reinterpret_cast<const uint4*>(block + codes * 64) + lane);
+      const uint32_t bits[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+      const auto* scales = reinterpret_cast<const __half*>(block + run * 64) + tile * gemm::kTile + lane % 4 * 4;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float values[4], dot = 0;
+        decode(std::integral_constant<gemm::Format, gemm::Format::int8>(), bits[j], values);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dot = fmaf(values[i], x[i], dot);
+        sums[tile][j] = fmaf(dot, __half2float(scales[j]), sums[tile][j]);
+      }
+    }
+  }
+}
+
 template <gemm::Format kFormat, class T>
 __device__ void multiply(const Panels& matrix, const std::byte* panel, const T* row, float (&sums)[2][4]) {
   if constexpr (kFormat == gemm::Format::int4) multiply_int4(matrix, panel, row, sums);
   else if constexpr (kFormat == gemm::Format::bf16) multiply_bf16(matrix, panel, row, sums);
+  else if constexpr (kFormat == gemm::Format::q8_0) multiply_q8_0(matrix, panel, row, sums);
   else multiply_codes<kFormat>(matrix, panel, row, sums);
 }
 
@@ -331,8 +361,10 @@ __global__ void __launch_bounds__(kThreads) down_kernel(const __nv_bfloat16* inn
 }  // namespace
 
 Resident::Resident(const moe::Experts& experts) : config_(experts.config()) {
-  if (gemm::is_k_quant(config_.format))
+  const bool is_mixed = config_.down_format != config_.format;
+  if (gemm::is_k_quant(config_.format) && (config_.format != gemm::Format::q8_0 || is_mixed))
     throw std::invalid_argument(std::string("experts on a GPU: found weights of ") + gemm::format_name(config_.format) +
+                                (is_mixed ? " and another format of down" : "") +
                                 ", which have no kernel there; the other formats have one");
   for (const moe::PackedRun& run : experts.packed()) (run.is_down ? down_ : gate_up_) = run.matrix;
   // Panels and biases are multiples of 64 bytes, so everything is aligned without padding.
@@ -410,6 +442,8 @@ void Resident::forward(const ResidentRequest& request, Stream to) const {
       return run(std::integral_constant<Format, Format::fp8_channel>());
     case Format::nvfp4:
       return run(std::integral_constant<Format, Format::nvfp4>());
+    case Format::q8_0:
+      return run(std::integral_constant<Format, Format::q8_0>());
     case Format::bf16:
       return run(std::integral_constant<Format, Format::bf16>());
     default:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Placement
-from ktinject.operators.cpu_experts import native_experts
+from ktinject.operators.cpu_experts import native_experts, weights_in_words
 from ktinject.operators.offload import expert_cache, gpu_experts, streaming
 from ktinject.operators.offload.gpu_experts import GpuExperts
 from ktinject.operators.offload.streaming import StreamedExperts
@@ -124,7 +124,7 @@ def _all_alike(
     if spare is None:
         return none, "nothing is left to them here, as with tp; a number or a share does not ask"
     if config.gpu_weights == "same" and not config.copies_as_is:
-        as_is = f"the GPU has no kernel for {config.weights}"
+        as_is = f"the GPU has no kernel for {weights_in_words(config)}"
         return none, f"{as_is}; with a number or a share they lie there as {config.gpu_format}"
     sizes, room = _sizes(config, specs, spare)
     each = max(0, room) // max(1, sum(sizes.values()))

@@ -8,7 +8,7 @@ from typing import Literal
 from ktinject.operators.cpu_experts import CpuExpertsConfig
 
 # Formats that have a kernel for experts on a GPU.
-GPU_FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4")
+GPU_FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4", "q8_0")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ class HybridExpertsConfig(CpuExpertsConfig):
         """The format of the experts on the GPU; weights must be a format, not kept or auto."""
         if self.gpu_weights != "same":
             return self.gpu_weights
-        return self.weights if self.weights in GPU_FORMATS else "bf16"
+        if self.weights not in GPU_FORMATS or self.down_weights not in ("same", self.weights):
+            return "bf16"
+        return self.weights
 
     @property
     def copies_as_is(self) -> bool:

@@ -127,7 +127,9 @@ def test_an_expert_with_more_rows_than_a_kernel_is_given_at_once(weights, tokens
 def test_a_token_has_the_same_bits_beside_any_others_and_with_any_instructions(weights):
     """The sum of a block is a whole number in every kernel; the reference adds blocks up with a rounding more."""
     torch.manual_seed(0)
-    hidden, inner = (800, 288) if weights in k_quants.INPUTS else (768, 256)  # not whole blocks of the kernels'
+    hidden, inner = (
+        (800, 288) if weights in k_quants.INPUTS else (768, 256)
+    )  # not whole blocks of the kernels'
     sizes = {"up": (inner, hidden), "down": (hidden, inner)}
     blocks = {name: k_quants.quantised(torch.randn(shape) * 0.1, weights) for name, shape in sizes.items()}
     x, found = torch.randn(70, hidden).bfloat16(), []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import k_quants
 import reference
 import torch
 import transformers
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ktinject import _native
+from ktinject.checkpoints.formats.base import GgufRows
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.probes.experts import ExpertsSpec
 
@@ -30,7 +32,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8_channel": {"weights": "fp8_channel"},
     "nvfp4": {"weights": "nvfp4"},
 }
-# What a GPU unpacks, and computes where experts are on it.
+# What a GPU unpacks, and computes where experts are on it. q8_0: of widths that are multiples of 32.
 ON_GPU: dict[str, dict[str, Any]] = {
     "bf16": {"weights": "bf16"},
     "int8": {"weights": "int8"},
@@ -40,6 +42,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
     "mxfp4": {"weights": "mxfp4"},
     "fp8_channel": {"weights": "fp8_channel"},
     "nvfp4": {"weights": "nvfp4"},
+    "q8_0": {"weights": "q8_0"},
 }
 # K-quants come from GGUF files alone: tests/ktinject/loading/test_k_quants.py.
 TABLE = [row for row in _native.kernels() if row["weights"] not in reference.K_QUANTS]
@@ -50,6 +53,17 @@ RUNS = [
     if row["weights"] == arguments["weights"] and row["available"]
 ]
 emulated = reference.rounding
+
+
+def load(made: CpuExperts, name: str, values: Tensor) -> None:
+    """A parameter in any format; what is kept from files alone is first made as these have it."""
+    if not made.takes_stored_only:
+        return made.load(name, values, None, None)
+    kind = made.native_formats[-1 if name.startswith("down_proj") else 0]
+    rows, block = k_quants.quantised(values.detach(), kind), k_quants.INPUTS.get(kind, 256)
+    made.load_stored(
+        name, GgufRows(kind, rows, block, rows.shape[-1] * block // values.shape[-1]), None, None
+    )
 
 
 @cache

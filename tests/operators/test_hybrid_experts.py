@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import expert_cases
 import models
 import pytest
 import reference
@@ -47,7 +48,7 @@ def module() -> Qwen3MoeExperts:
 def filled(operator: CpuExperts, leaf: nn.Module) -> CpuExperts:
     operator.allocate()
     for name, parameter in reference.parameters_of(leaf).items():
-        operator.load(name, parameter, None, None)
+        expert_cases.load(operator, name, parameter)
     operator.finish()
     return operator
 

@@ -96,7 +96,9 @@ def test_values_are_the_gguf_packages_bit_by_bit(kind: str, kernel: str) -> None
         assert alone[0].equal(out[row]), "who else is there changes nothing"
 
 
-@pytest.mark.parametrize("gate_up,down", [("Q4_K", "Q6_K"), ("Q2_K", "Q3_K"), ("IQ4_XS", "Q5_K"), ("Q8_0", "Q8_0")])
+@pytest.mark.parametrize(
+    "gate_up,down", [("Q4_K", "Q6_K"), ("Q2_K", "Q3_K"), ("IQ4_XS", "Q5_K"), ("Q8_0", "Q8_0")]
+)
 def test_kept_experts_are_the_files_own(gate_up: str, down: str, folder: Path, tmp_path: Path) -> None:
     file = mixed(folder, tmp_path / "a.gguf", gate_up, down)
     model = loaded(file, rules(weights="kept"))
