@@ -154,9 +154,9 @@ class CpuExperts(Operator):
     int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
     Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights, fp8_channel with one for each output; mxfp4 is e2m1
     with a power of two for 32 inputs, nvfp4 with an e4m3 scale for 16 and a factor for all.
-    K-quants (q2_k to q6_k, and iq4_xs) and q8_0 are the codes, scales and minima of a GGUF file; activations are int8
-    with a scale for 256 inputs beside them, for 128 beside q8_0. Inputs on another device are copied to the CPU, and
-    the result is copied back.
+    K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file, q8_0 the codes of Q8_0 or of
+    other int8 in groups; activations are int8 with a scale for 256 inputs beside them, for 128 beside q8_0. Inputs on
+    another device are copied to the CPU, and the result is copied back.
     """
 
     Config = CpuExpertsConfig
@@ -311,7 +311,7 @@ class CpuExperts(Operator):
         argument = "down_weights" if wanted != self.config.weights else "weights"
         if source.encoding != wanted:
             return (
-                f"{argument} {wanted} are kept from a GGUF file that has them, and {name} is {source.name} in the "
+                f"{argument} {wanted} are kept from a checkpoint that has them, and {name} is {source.name} in the "
                 "checkpoint; kept takes what it has"
             )
         if self.spec.is_transposed:
@@ -334,10 +334,11 @@ class CpuExperts(Operator):
         return None
 
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
+        if self.takes_stored_only:
+            assert isinstance(stored, (GgufRows, Codes)), "there are no others of such encodings"
+            return self._load_rows(name, stored, expert, part)
         if isinstance(stored, Codes):
             return self._load_integers(name, stored, expert, part)
-        if isinstance(stored, GgufRows):
-            return self._load_rows(name, stored.rows, expert, part)
         if isinstance(stored, Nvfp4):
             return self._load_nvfp4(name, stored, expert, part)
         assert isinstance(stored, Fp8Blocks), "only fp8 weights are taken"
@@ -379,10 +380,11 @@ class CpuExperts(Operator):
         except (ValueError, OperatorError) as error:
             raise OperatorError(f"{self.name}: {name}: {error}.") from None
 
-    def _load_rows(self, name: str, rows: Tensor, expert: int | None, part: int | None) -> None:
-        """rows [..., n, bytes]: what they are of a projection is checked in terms of their bytes."""
-        grid = self._with_inputs(name, rows.shape[-1])
+    def _load_rows(self, name: str, stored: GgufRows | Codes, expert: int | None, part: int | None) -> None:
+        """What rows [..., n, bytes] are of a projection is checked in terms of their bytes."""
         try:
+            rows = expert_formats.blocks(stored)
+            grid = self._with_inputs(name, rows.shape[-1])
             for projection, e, view in routed_experts.views(grid, name, rows, expert, part):
                 self._pack_rows(projection, e, view)
         except (ValueError, OperatorError) as error:

@@ -57,10 +57,10 @@ class CpuLinear(PackedLinear):
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
     int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
     Sums are fp32. A checkpoint's own fp8 (in blocks of 128 × 128, or with a scale for each output), nvfp4, int8 and
-    int4 are taken as they are. K-quants (q2_k to q6_k, and iq4_xs) and q8_0 are the codes, scales and minima of a GGUF
-    file; activations are int8 with a scale for 256 inputs beside them, for 128 beside q8_0. Inputs on another device
-    are copied to the CPU, and the result is copied back. Gradients flow to the input as with the unpacked weight;
-    weight and bias are frozen.
+    int4 are taken as they are. K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file,
+    q8_0 the codes of Q8_0 or of other int8 in groups; activations are int8 with a scale for 256 inputs beside them, for 128
+    beside q8_0. Inputs on another device are copied to the CPU, and the result is copied back. Gradients flow to the
+    input as with the unpacked weight; weight and bias are frozen.
     """
 
     Config = CpuLinearConfig
@@ -149,7 +149,7 @@ class CpuLinear(PackedLinear):
         if name == "bias" or not self.takes_stored_only or source.encoding == self.config.weights:
             return None
         return (
-            f"weights {self.config.weights} are kept from a GGUF file that has them, and the weight is {source.name} "
+            f"weights {self.config.weights} are kept from a checkpoint that has them, and the weight is {source.name} "
             "in the checkpoint; kept takes what it has"
         )
 
@@ -171,8 +171,9 @@ class CpuLinear(PackedLinear):
         self._loaded_dtype = None
 
     def _load_stored(self, stored: Stored) -> None:
-        if isinstance(stored, GgufRows):
-            self.native.load_blocks(stored.rows)
+        if self.takes_stored_only:
+            assert isinstance(stored, (GgufRows, Codes)), "there are no others of such encodings"
+            self.native.load_blocks(expert_formats.blocks(stored))
         elif isinstance(stored, Codes):
             expert_formats.check_order(stored)
             zeros = None if stored.zeros is None else stored.zeros.contiguous()

@@ -11,21 +11,24 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
+from ktinject.checkpoints.formats.base import Codes, GgufRows
 from ktinject.errors import OperatorError
 from ktinject.operators.probes import experts as routed_experts
 
 if TYPE_CHECKING:
-    from ktinject.checkpoints.formats.base import Codes, Format
+    from ktinject.checkpoints.formats.base import Format
     from ktinject.operators.probes.experts import ExpertsSpec
 
 GROUPS = (32, 64, 128)  # inputs that share a scale, in int4
 KQuant = Literal["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "q8_0"]
-K_QUANTS = get_args(KQuant)  # kept from GGUF files, never made
+K_QUANTS = get_args(KQuant)  # kept from checkpoints, never made
 # What the CPU's kernels multiply by.
 CpuWeights = Literal["bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4", KQuant]
 FLOATS = ("fp8_channel", "nvfp4")  # with a factor for each output
+_Q8_0_INPUTS = 32  # that share a scale
 FP8_SIDE = 128  # of fp8's blocks, as the native core keeps them
 
 
@@ -89,8 +92,32 @@ def keeping(word: str, weights: str, source: Format) -> str:
     """What `Operator.keeping` says of weights in that format, more exactly."""
     if word == "kept" and source.is_divided:
         return "kept, 1 / scale rounded to fp32"
-    rounds = weights == "int4" and source.scales != "BF16"
-    return "kept, scales rounded to bf16" if word == "kept" and rounds else word
+    if word == "kept" and weights == "int4" and source.scales != "BF16":
+        return "kept, scales rounded to bf16"
+    if word == "kept" and source.encoding == "q8_0" and source.scales not in ("", "F16"):
+        return "kept, scales rounded to fp16"
+    return word
+
+
+def blocks(stored: GgufRows | Codes) -> Tensor:
+    """Rows of a GGUF file's blocks [..., n, bytes]; of codes of 8 bits in groups those of Q8_0, with scales in fp16.
+
+    Raises   OperatorError for groups that are not in order, zero points, and scales that fp16 does not hold
+    """
+    if isinstance(stored, GgufRows):
+        return stored.rows
+    check_order(stored)
+    if stored.bits != 8 or stored.zeros is not None:
+        raise OperatorError(
+            "it has zero points, of which quantization_config says nothing. Correct config.json"
+        )
+    scales = stored.scales.half()
+    if not bool(scales.isfinite().all()):
+        most = float(stored.scales.abs().max())
+        raise OperatorError(f"a scale is {most:g}; q8_0's are fp16, up to 65504. Choose weights: bf16")
+    each = (stored.codes ^ 128).unflatten(-1, (-1, _Q8_0_INPUTS))
+    scales = scales.repeat_interleave(each.shape[-2] // scales.shape[-1], -1)
+    return torch.cat((scales[..., None].view(torch.uint8), each), -1).flatten(-2)
 
 
 def check_order(stored: Codes) -> None:

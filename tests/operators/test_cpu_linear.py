@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -99,10 +100,10 @@ KEPT = {
     "fp8_tensor": ("fp8", "kept"),
     "gptq4": ("int4 group 32", "kept, scales rounded to bf16"),
     "gptq4_zeros": ("int4 group 64 with zero points", "kept, scales rounded to bf16"),
-    "gptq8": ("bf16", "rounded to bf16"),
+    "gptq8": ("q8_0", "kept"),
     "gptq8_zeros": ("bf16", "rounded to bf16"),
     "int8_channel": ("int8", "kept"),
-    "int8_group": ("bf16", "rounded to bf16"),
+    "int8_group": ("q8_0", "kept, scales rounded to fp16"),
     "int8_zeros": ("bf16", "rounded to bf16"),
     "modelopt_nvfp4": ("nvfp4", "kept"),
     "mxfp4": ("mxfp4", "exact"),
@@ -111,7 +112,7 @@ KEPT = {
     "packed4": ("int4 group 32", "kept"),
     "packed4_channel": ("int4 group 128", "kept"),
     "packed4_zeros": ("int4 group 32 with zero points", "kept"),
-    "packed8": ("bf16", "rounded to bf16"),
+    "packed8": ("q8_0", "kept, scales rounded to fp16"),
     "packed8_zeros": ("bf16", "rounded to bf16"),
 }
 
@@ -149,11 +150,39 @@ def test_a_checkpoints_own_format_is_kept(name: str, tmp_path: Path) -> None:
         values = values.float()
         assert bool(((found - values).abs() <= values.abs() * (last_place + 2**-8)).all())
     x = torch.randn(21, k)
-    rounded = to_bf16(x) if rounding(operator.config.weights) == "bf16" else to_int8(x)
-    want = rounded @ multiplied(found, operator.config.weights).T
+    want = (
+        reference.rounded(x, rounding(operator.config.weights)) @ multiplied(found, operator.config.weights).T
+    )
     limit = EMULATED["amx_int4" if "amx_int4" in operator.native.kernels[0] else "exact"]
     assert relative_error(operator(x), want) <= limit
     assert relative_error(operator(x[:1]), want[:1]) <= limit
+
+
+def test_codes_in_groups_become_q8_0() -> None:
+    """bf16 scales of 2^-17 and more are exact; larger groups have theirs several times. The rest is refused."""
+    torch.manual_seed(0)
+    codes = torch.randint(0, 256, (40, 256), dtype=torch.uint8)
+    scales = (torch.rand(40, 4) + 0.5).bfloat16() * torch.tensor([1, 2**-8, -(2**-17), 0]).bfloat16()
+
+    def loaded(stored: Codes) -> CpuLinear:
+        operator = CpuLinear.build(linear(40, 256), CpuLinearConfig(device="cpu", weights="q8_0"))
+        operator.allocate()
+        operator.load_stored("weight", stored, None, None)
+        return operator
+
+    stored = Codes(codes, scales, bits=8)
+    assert scales[:, 2].abs().min() < 2**-17 < scales[:, 1].min(), "some lose a bit"
+    exact = Codes(codes, torch.where(scales.abs() < 2**-17, scales.sign() * 2**-17, scales), bits=8)
+    assert loaded(exact).unpack("weight").equal(exact.values())
+    error = (loaded(stored).unpack("weight") - stored.values()).abs()
+    assert 0 < error.max() <= 128 * 2**-25 and not error[:, :128].any()
+    for wrong, words in (
+        (Codes(codes, scales * 1e6, bits=8), r"a scale is 1\.\d+e\+06; q8_0's are fp16, up to 65504"),
+        (Codes(codes, scales, torch.zeros(40, 4, dtype=torch.uint8), bits=8), "it has zero points"),
+        (Codes(codes, scales, group_of=torch.zeros(256, dtype=torch.int64), bits=8), "g_idx puts the inputs"),
+    ):
+        with pytest.raises(OperatorError, match=words):
+            loaded(wrong)
 
 
 def test_codes_that_do_not_fit_are_refused() -> None:

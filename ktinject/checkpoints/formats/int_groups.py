@@ -11,6 +11,8 @@ from ktinject.checkpoints.files import DOWNLOAD_AGAIN
 from ktinject.checkpoints.formats.base import Codes, Format, SourceFormat, no_expert_of_a_matrix, refused
 from ktinject.checkpoints.reader import Reader
 
+_Q8_0_INPUTS = 32  # that share a scale there; larger groups have theirs several times
+
 
 class IntegerFormat(SourceFormat):
     """A format of integers in matrices, which are read whole."""
@@ -77,11 +79,13 @@ def integer_format(
     ordered: bool = False,
 ) -> Format:
     """ordered   a tensor says the group of each input, which need not be in order"""
-    encoding = ""
-    if bits == 4 and shape[1] % group_size == 0:
+    encoding, whole = "", shape[1] % group_size == 0
+    if bits == 4 and whole:
         encoding = "int4"  # groups of which the last is smaller are decoded
     elif bits == 8 and group_size == shape[1] and not has_zeros and not ordered:
         encoding = "int8"
+    elif bits == 8 and whole and group_size % _Q8_0_INPUTS == 0 and not has_zeros and not ordered:
+        encoding = "q8_0"
     return Format(
         name,
         held,

@@ -26,10 +26,10 @@ SAYS = {
     "fp8_tensor": ("fp8_tensor", "fp8", 0, False, ()),
     "gptq4": ("gptq", "int4", 32, False, ()),
     "gptq4_zeros": ("gptq", "int4", 64, True, ()),
-    "gptq8": ("gptq", "", 32, False, ()),
+    "gptq8": ("gptq", "q8_0", 32, False, ()),
     "gptq8_zeros": ("gptq", "", 32, True, ()),
     "int8_channel": ("int8", "int8", 128, False, ()),
-    "int8_group": ("int8", "", 32, False, ()),
+    "int8_group": ("int8", "q8_0", 32, False, ()),
     "int8_zeros": ("int8", "", 128, True, ()),
     "modelopt_nvfp4": ("nvfp4", "nvfp4", 16, False, ()),
     "mxfp4": ("mxfp4", "mxfp4", 32, False, ("bf16", "mxfp4")),
@@ -38,7 +38,7 @@ SAYS = {
     "packed4": ("packed", "int4", 32, False, ()),
     "packed4_channel": ("packed", "int4", 128, False, ()),
     "packed4_zeros": ("packed", "int4", 32, True, ()),
-    "packed8": ("packed", "", 32, False, ()),
+    "packed8": ("packed", "q8_0", 32, False, ()),
     "packed8_zeros": ("packed", "", 32, True, ()),
 }
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
+from double import saved
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, Qwen3MoeForCausalLM
@@ -147,6 +149,14 @@ def of_int8(x: Tensor) -> Parts:
     return {".weight": (codes - 128).to(torch.int8), ".weight_scale": scale}
 
 
+def of_int8_groups(dtype: torch.dtype) -> Callable[[Tensor], Parts]:
+    def parts(x: Tensor) -> Parts:
+        codes, scale, _ = in_groups(x, 8, 32, False, dtype)
+        return {".weight": (codes - 128).to(torch.int8), ".weight_scale": scale}
+
+    return parts
+
+
 def compressed(**weights: Any) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
@@ -156,6 +166,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 ROUNDED = "kept, scales rounded to bf16"
+ROUNDS = {"to fp32": 2**-22, "to fp16": 2**-11}  # what a scale may move by; else bf16
 # Name → writer of a weight, whether experts are fused, config, the plan's word, the format that experts run in.
 CASES: dict[str, tuple[Callable[[Tensor], Parts], bool, dict[str, Any], str, str]] = {
     "fp8 blocks": (of_blocks, False, {"quant_method": "fp8"}, "kept (fp8_blocks)", "fp8"),
@@ -181,7 +192,11 @@ CASES: dict[str, tuple[Callable[[Tensor], Parts], bool, dict[str, Any], str, str
     "gptq": (of_gptq(4, False), False, GPTQ, f"{ROUNDED} (gptq)", "int4 group 32"),
     "gptq zeros": (of_gptq(4, True, torch.bfloat16), False, {**GPTQ, "sym": False}, "kept (gptq)",
                    "int4 group 32 with zero points"),
-    "gptq 8 bits": (of_gptq(8, False), False, {**GPTQ, "bits": 8}, "rounded to bf16 (gptq)", "bf16"),
+    "gptq 8 bits": (of_gptq(8, False), False, {**GPTQ, "bits": 8}, "kept (gptq)", "q8_0"),
+    "int8 groups": (of_int8_groups(torch.float16), False, compressed(type="int", num_bits=8, group_size=32),
+                    "kept (int8)", "q8_0"),
+    "int8 groups, fp32": (of_int8_groups(torch.float32), False, compressed(type="int", num_bits=8, group_size=32),
+                          "kept, scales rounded to fp16 (int8)", "q8_0"),
     "auto-round": (of_gptq(4, False), False, {**GPTQ, "quant_method": "auto-round",
                    "packing_format": "auto_round:auto_gptq"}, f"{ROUNDED} (gptq)", "int4 group 32"),
 }  # fmt: skip
@@ -233,6 +248,13 @@ def stored(name: str, plain: Path, folder: Path, inside: str = ".experts.") -> d
 @pytest.mark.parametrize("name", CASES)
 def test_experts_keep_what_the_checkpoint_has(name: str, tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     *_, word, runs = CASES[name]
+    if runs == "q8_0":  # a row of the other model's down projection is one group
+        tiny_qwen3_moe = saved(
+            models.tiny("qwen3_moe", hidden_size=64, intermediate_size=64, moe_intermediate_size=64),
+            tmp_path / "wide",
+        )
+        tmp_path = tmp_path / "quantised"
+        tmp_path.mkdir()
     state = stored(name, tiny_qwen3_moe, tmp_path)
     model = ktinject.load(tmp_path, devices="cpu", progress=False)
     (found,) = {
@@ -254,7 +276,7 @@ def test_experts_keep_what_the_checkpoint_has(name: str, tiny_qwen3_moe: Path, t
     if word.startswith(("kept (", "exact")):
         assert ours.equal(values)
     else:
-        most = 2**-22 if "fp32" in word else 2**-8
+        most = next((bits for name, bits in ROUNDS.items() if name in word), 2**-8)
         assert bool(((ours - values).abs() <= values.abs() * most).all()) and not ours.equal(values)
 
     plain = Qwen3MoeForCausalLM(AutoConfig.from_pretrained(tiny_qwen3_moe)).float().eval()
@@ -295,7 +317,7 @@ def test_linears_keep_what_the_checkpoint_has(name: str, tiny_qwen3_moe: Path, t
         if word.startswith(("kept (", "exact")):
             assert ours.equal(values)
         else:
-            most = 2**-22 if "fp32" in word else 2**-8
+            most = next((bits for name, bits in ROUNDS.items() if name in word), 2**-8)
             assert bool(((ours - values).abs() <= values.abs() * most).all())
     out = model.generate(torch.arange(12)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert out.shape == (1, 16)
