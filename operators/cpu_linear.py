@@ -58,9 +58,9 @@ class CpuLinear(PackedLinear):
     int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
     Sums are fp32. A checkpoint's own fp8 (in blocks of 128 × 128, or with a scale for each output), nvfp4, int8 and
     int4 are taken as they are. K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file,
-    q8_0 the codes of Q8_0 or of other int8 in groups; activations are int8 with a scale for 256 inputs beside them, for 128
-    beside q8_0. Inputs on another device are copied to the CPU, and the result is copied back. Gradients flow to the
-    input as with the unpacked weight; weight and bias are frozen.
+    q8_0 the codes of Q8_0 or of other int8 in groups; activations are int8 with a scale for 256 inputs beside them, for
+    128 beside q8_0. Inputs on another device are copied to the CPU, and the result is copied back. Gradients flow to
+    the input as with the unpacked weight; weight and bias are frozen.
     """
 
     Config = CpuLinearConfig
