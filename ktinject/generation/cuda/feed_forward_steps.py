@@ -47,6 +47,8 @@ class _GroupedRouter:
     def of(cls, spec: RouterSpec, module: Any) -> _GroupedRouter | None:
         if spec.scores != "sigmoid" or not spec.is_corrected or spec.has_bias:
             return None
+        if spec.of_block or spec.correction != "e_score_correction_bias":
+            return None
         if module.weight.dtype == torch.float32 or module.weight.shape[1] % 32:
             return None
         return cls(spec, module)

@@ -28,11 +28,15 @@ from ktinject.support import Support
 torch.set_num_threads(1)
 SIGMOIDS = RouterSpec("gate", "sigmoid", 6, 2, True, 2, 1, True, 2.5, rounds=False)
 ROUTERS = {
-    "qwen3_moe": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=True),
-    "qwen2_moe": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, False, 1.0, rounds=True),
-    "mixtral": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=False),
+    "qwen3_moe": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=True, rounds_logits=True),
+    "qwen2_moe": RouterSpec(
+        "gate", "softmax", 6, 2, False, 1, 1, False, 1.0, rounds=True, rounds_logits=True
+    ),
+    "mixtral": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=False, rounds_logits=True),
     "glm4_moe": SIGMOIDS,
-    "gpt_oss": RouterSpec("router", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=True, has_bias=True),
+    "gpt_oss": RouterSpec(
+        "router", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=True, has_bias=True, rounds_logits=True
+    ),
     "deepseek_v3": SIGMOIDS,
     "kimi_k2": SIGMOIDS,
 }
