@@ -145,8 +145,9 @@ def routing(
         name: 0.1 * _random(*buffer.shape, seed=2) for name, buffer in block.named_buffers(recurse=False)
     }
     correction = next((name for name in _CORRECTIONS if name in buffers or name in outer), None)
-    if buffers.keys() | outer.keys() > {correction} or buffers.keys() & outer.keys():
-        names = ", ".join(sorted(buffers.keys() | outer.keys()))
+    names_held = [*buffers, *outer]
+    if correction is not None and names_held != [correction]:
+        names = ", ".join(sorted(names_held))
         return Support.no(f"its {type(block).__name__} and router hold {names}")
     given: list[tuple[Tensor, Tensor]] = []
 

@@ -92,6 +92,8 @@ def moe_step(spec: MoeSpec, module: Any) -> Step | None:
     gate, experts = module.get_submodule(spec.router.path), module.get_submodule(spec.experts)
     if shared is None or not isinstance(experts, HybridExperts):
         return None
+    if spec.router.of_block:
+        return None  # the block gives its router more than x
 
     def step(hidden_states: Tensor) -> Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
