@@ -20,6 +20,8 @@ from ktinject.operators.probes.answer import refusal_of
 from ktinject.support import SUPPORTED, Support
 
 _ROWS = 3
+# Buffers of a router, or of its block, that are added to the scores for the choice.
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
 
 class _Stub(nn.Module):
@@ -139,6 +141,14 @@ def routing(
     weight, x = 3 * hidden**-0.5 * _random(experts, hidden), _random(1, _ROWS, hidden, seed=1)
     bias = _random(experts, seed=3) if "bias" in parameters else torch.zeros(experts)
     buffers = {name: 0.1 * _random(*buffer.shape, seed=2) for name, buffer in router.named_buffers()}
+    outer = {
+        name: 0.1 * _random(*buffer.shape, seed=2) for name, buffer in block.named_buffers(recurse=False)
+    }
+    correction = next((name for name in _CORRECTIONS if name in buffers or name in outer), None)
+    names_held = [*buffers, *outer]
+    if correction is not None and names_held != [correction]:
+        names = ", ".join(sorted(names_held))
+        return Support.no(f"its {type(block).__name__} and router hold {names}")
     given: list[tuple[Tensor, Tensor]] = []
 
     def taken(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -148,39 +158,54 @@ def routing(
     def run(x: Tensor) -> Tensor:
         held = {"weight": weight.to(x.dtype), "bias": bias.to(x.dtype), **buffers}
         children = {
-            name: _Stub(lambda x: _run(router, held, x)),
+            name: _Stub(lambda x, *given: _run(router, held, x, *given)),
             "experts": _Stub(taken),
         }
         if shared is not None:
             children[shared] = _Stub(torch.cos)
         if shared_gate is not None:
             children[shared_gate] = _Stub(lambda x: x[..., :1] * 0.3)
-        out = _run(block, children, x)
+        out = _run(block, {**children, **outer}, x)
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found
 
     try:
         out = run(x)
         run(x.bfloat16())
-        (ids, weights), (_, rounded) = given
+        (ids, weights), (rounded_ids, rounded) = given
         want = torch.tanh(x)
         if shared is not None:
             want = want + torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
         if not torch.allclose(out, want, atol=1e-5):
             return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
-        found = _explained(
-            router, x[0] @ weight.T + bias, buffers.get("e_score_correction_bias"), ids, weights
-        )
+        added = None if correction is None else {**buffers, **outer}[correction]
+        found = _explained(router, x[0] @ weight.T + bias, added, ids, weights)
     except Exception as error:
         return refusal_of(error)
     if found is None:
         return Support.no(f"its {type(router).__name__} chooses in another way")
+    narrow = x[0].bfloat16().float() @ weight.bfloat16().float().T + bias.bfloat16().float()
+    if added is not None:
+        found |= {"correction": correction, "of_block": correction in outer}
     return {
         **found,
         "num_experts": experts,
         "rounds": rounded.dtype == torch.bfloat16,
+        "rounds_logits": _rounds_logits(narrow, found, rounded_ids, rounded),
         "has_bias": "bias" in parameters,
     }
+
+
+def _rounds_logits(logits: Tensor, found: Mapping[str, Any], ids: Tensor, weights: Tensor) -> bool:
+    """Whether weights [m, k] come of logits [m, e] that were rounded to bf16, rather than of those in fp32."""
+
+    def error(logits: Tensor) -> float:
+        scores = logits.sigmoid() if found["scores"] == "sigmoid" else logits.softmax(-1)
+        want = scores.gather(1, ids)
+        want = (want / want.sum(-1, keepdim=True) if found["is_normed"] else want) * found["factor"]
+        return (want.to(weights.dtype).float() - weights.float()).abs().sum().item()
+
+    return error(logits.bfloat16().float()) < error(logits)
 
 
 def _explained(

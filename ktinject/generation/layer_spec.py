@@ -100,12 +100,15 @@ AttentionSpec = GroupedAttentionSpec | LatentAttentionSpec
 class RouterSpec:
     """A choice of top_k of num_experts by the scores of weight · x, + bias where there is one.
 
-    is_corrected   e_score_correction_bias is added for the choice, not to the weights
+    is_corrected   a buffer is added for the choice, not to the weights
+    correction     its name; the router's, or the block's, which gives it to the router
+    of_block       it is the block's
     groups         of experts, of which the `top_groups` with the greatest sums of two take part; 1: no groups
     is_normed      the chosen weights are divided by their sum
     factor         that they are multiplied with at last
     rounds         they are in the dtype of the logits of a model in 16 bits; else in fp32
     has_bias       a bias is added to weight · x
+    rounds_logits  of a model in 16 bits, weight · x is rounded before anything is made of it
     """
 
     path: str
@@ -119,6 +122,9 @@ class RouterSpec:
     factor: float
     rounds: bool
     has_bias: bool = False
+    rounds_logits: bool = False
+    correction: str = "e_score_correction_bias"
+    of_block: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,6 +237,8 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         )
     if getattr(module, "attn_logit_softcapping", None):
         return Support.no("its attention has a cap")
+    if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
+        return Support.no("it clips queries, keys and values (clip_qkv)")  # a first step may not reach it
     parameters = {name for name, _ in module.named_parameters(recurse=False)}
     if parameters - {"sinks"}:
         return Support.no(f"{type(module).__name__} itself holds {', '.join(sorted(parameters))}")

@@ -135,10 +135,15 @@ GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(conf
   expect(config_.q, config_.heads * config_.size * (config_.gated ? 2 : 1), "q_proj");
   expect(config_.k, config_.groups * config_.size, "k_proj");
   expect(config_.v, config_.groups * config_.size, "v_proj");
-  for (const Norm& norm : {config_.q_norm, config_.k_norm})
-    if (norm.weight != nullptr && norm.size != config_.size)
-      throw std::invalid_argument("attention: a norm of queries or keys must be one of " +
-                                  std::to_string(config_.size) + " values");
+  for (const auto& [norm, count] : {std::pair{config_.q_norm, config_.heads}, {config_.k_norm, config_.groups}}) {
+    if (norm.weight == nullptr || norm.size == config_.size) continue;
+    if (norm.size != count * config_.size)
+      throw std::invalid_argument("attention: a norm of queries or keys must be one of a head's " +
+                                  std::to_string(config_.size) + " values, or of all " +
+                                  std::to_string(count * config_.size));
+    // Gates lie between the queries.
+    if (config_.gated) throw std::invalid_argument("attention: a norm of all heads at once beside output gates");
+  }
 }
 
 bool GroupedAttention::fits(int hidden) const {
@@ -168,16 +173,23 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
   const gemm::Linear::Product products[] = {{config_.q, q}, {config_.k, k}, {config_.v, v}};
   gemm::Linear::forward(products, x, DType::f32, batch);
   if (step.consecutive) remember(step, cache);
+  auto norm_all = [&](float* values, const Norm& norm) {
+    if (norm.weight == nullptr || norm.size == size) return;
+    ops.round(values, norm.size, step.dtype);
+    ops.rms_norm(values, norm, step.dtype, values);
+  };
   auto norm_and_turn = [&](float* values, const Norm& norm, int row) {
     ops.round(values, size, step.dtype);
     const float* from = values;
-    if (norm.weight != nullptr) {
+    if (norm.weight != nullptr && norm.size == size) {
       ops.rms_norm(values, norm, step.dtype, head);
       from = head;
     }
     turn(ops, from, size, step, row, false, head + size);
   };
   auto prepare = [&](int row, const Places& places) {
+    norm_all(q + static_cast<size_t>(row * heads) * wide, config_.q_norm);
+    norm_all(k + product(row * groups, size), config_.k_norm);
     for (int h = 0; h < heads; ++h) {
       float* one = q + static_cast<size_t>(row * heads + h) * wide;
       norm_and_turn(one, config_.q_norm, row);

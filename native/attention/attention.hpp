@@ -77,14 +77,14 @@ class DecoderAttention {
   virtual void keep(const LayerCache&, int /*kept*/) const {}
 };
 
-// Heads in groups that share keys and values; queries and keys may be normed a head, then the first `rotary` values of
-// each are turned by halves.
+// Heads in groups that share keys and values; queries and keys may be normed, a head or all heads at once, then the
+// first `rotary` values of each head are turned by halves.
 //
 // Of a layer with a window, the cache is a ring: position p lies at place p % window. Attention does not depend on the
 // order of keys, and what the ring holds is what the window shows.
 struct GroupedAttentionConfig {
   const gemm::Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
-  Norm q_norm, k_norm;
+  Norm q_norm, k_norm;  // of `size` values, or of those of all heads (MiniMax-M2, OLMoE)
   int heads = 0, groups = 0, size = 0;
   float scale = 1;
   int window = 0;                // positions that are attended to, with the token's own; 0: all

@@ -302,7 +302,8 @@ void def_feed_forward(nb::module_& m) {
           "__init__",
           [](decode::Mixture* self, const gemm::Linear& router, const std::string& scores,
              std::optional<FloatVector> correction, int top_k, int groups, int top_groups, bool normed, float factor,
-             const moe::Experts& experts, decode::FeedForward* shared, std::optional<Input> gate) {
+             bool rounds_logits, bool rounds_weights, const moe::Experts& experts, decode::FeedForward* shared,
+             std::optional<Input> gate) {
             if (gate && (gate->shape(0) != 1 || gate->shape(1) != static_cast<size_t>(experts.config().hidden_size)))
               throw std::invalid_argument("the shared experts' gate must be [1, hidden]");
             decode::RouterConfig config;
@@ -319,12 +320,15 @@ void def_feed_forward(nb::module_& m) {
             config.top_groups = top_groups;
             config.normed = normed;
             config.factor = factor;
+            config.rounds_logits = rounds_logits;
+            config.rounds_weights = rounds_weights;
             new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr);
           },
           nb::kw_only(), nb::arg("router"), nb::arg("scores"), nb::arg("correction").none(), nb::arg("top_k"),
-          nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"), nb::arg("factor"), nb::arg("experts"),
-          nb::arg("shared").none(), nb::arg("gate").none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
-          nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>(), nb::keep_alive<1, 12>());
+          nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"), nb::arg("factor"), nb::arg("rounds_logits"),
+          nb::arg("rounds_weights"), nb::arg("experts"), nb::arg("shared").none(), nb::arg("gate").none(),
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 12>(), nb::keep_alive<1, 13>(),
+          nb::keep_alive<1, 14>());
 }
 
 void def_decoder(nb::module_& m) {

@@ -45,11 +45,12 @@ enum class Scores { softmax, sigmoid };
 struct RouterConfig {
   const gemm::Linear* linear = nullptr;
   Scores scores = Scores::softmax;
-  const float* correction = nullptr;  // [experts], added for the choice only; sigmoid
+  const float* correction = nullptr;  // [experts], added to scores for the choice only
   int top_k = 0;
   int groups = 1, top_groups = 1;  // only experts of the best groups are taken; sigmoid
   bool normed = false;             // weights of a token add up to one
   float factor = 1;
+  bool rounds_logits = false, rounds_weights = false;  // to the model's dtype
 };
 
 // Router and routed experts; added to them, where it is given, what `shared` makes of all tokens, times sigmoid(gate ·

@@ -107,12 +107,9 @@ void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) c
   const gemm::StepOps& ops = gemm::step_ops();
   const int count = experts_.config().experts, top_k = router_.top_k;
   const bool is_softmax = router_.scores == Scores::softmax;
-  if (is_softmax) {
-    ops.round(logits, count, dtype);
-    ops.softmax(logits, count);
-  } else {
-    ops.sigmoid(logits, count);
-  }
+  if (router_.rounds_logits) ops.round(logits, count, dtype);
+  if (is_softmax) ops.softmax(logits, count);
+  else ops.sigmoid(logits, count);
   static thread_local std::vector<std::pair<float, int>> order, groups;
   order.resize(static_cast<size_t>(count));
   for (int e = 0; e < count; ++e)
@@ -144,7 +141,7 @@ void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) c
     sum += weights[i];
   }
   for (int i = 0; i < top_k; ++i) weights[i] = (router_.normed ? weights[i] / sum : weights[i]) * router_.factor;
-  if (is_softmax) ops.round(weights, top_k, dtype);
+  if (router_.rounds_weights) ops.round(weights, top_k, dtype);
 }
 
 }  // namespace ktinject::decode

@@ -22,6 +22,7 @@ from ktinject.generation.layer_spec import (
     MoeSpec,
     NormSpec,
     OtherFeedForward,
+    RouterSpec,
 )
 from ktinject.hf import adapters
 from ktinject.hf.layers import Layers
@@ -325,21 +326,26 @@ def _feed_forward(
     if isinstance(spec, DenseSpec):
         return _gated_unit(module)
     chosen, router = spec.router, _of(module, spec.router.path, CpuRouter)
-    if chosen.is_corrected != (chosen.scores == "sigmoid"):
-        raise UnknownLayer(f"its {type(router).__name__} corrects another choice than that by sigmoids")
     return _native.Mixture(
         router=router.linear.native,
         scores=chosen.scores,
-        correction=_wide(router.e_score_correction_bias, copies) if chosen.is_corrected else None,
+        correction=_correction(chosen, module if chosen.of_block else router, copies),
         top_k=chosen.top_k,
         groups=chosen.groups,
         top_groups=chosen.top_groups,
         normed=chosen.is_normed,
         factor=chosen.factor,
+        rounds_logits=chosen.rounds_logits,
+        rounds_weights=chosen.rounds,
         experts=_of(module, spec.experts, CpuExperts).native,
         shared=None if spec.shared is None else _gated_unit(module.get_submodule(spec.shared.path)),
         gate=None if spec.shared_gate is None else _gate(module.get_submodule(spec.shared_gate), dtype),
     )
+
+
+def _correction(spec: RouterSpec, owner: Any, copies: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """What is added to the scores for the choice, [experts] in fp32."""
+    return _wide(owner.get_buffer(spec.correction), copies) if spec.is_corrected else None
 
 
 def _wide(tensor: Tensor, copies: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -47,6 +47,8 @@ class _GroupedRouter:
     def of(cls, spec: RouterSpec, module: Any) -> _GroupedRouter | None:
         if spec.scores != "sigmoid" or not spec.is_corrected or spec.has_bias:
             return None
+        if spec.of_block or spec.correction != "e_score_correction_bias":
+            return None
         if module.weight.dtype == torch.float32 or module.weight.shape[1] % 32:
             return None
         return cls(spec, module)
@@ -90,6 +92,8 @@ def moe_step(spec: MoeSpec, module: Any) -> Step | None:
     gate, experts = module.get_submodule(spec.router.path), module.get_submodule(spec.experts)
     if shared is None or not isinstance(experts, HybridExperts):
         return None
+    if spec.router.of_block:
+        return None  # the block gives its router more than x
 
     def step(hidden_states: Tensor) -> Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ktinject
 from ktinject.generation import layer_spec
+from ktinject.generation.cuda import feed_forward_steps
 from ktinject.generation.layer_spec import (
     DecoderLayerSpec,
     DenseSpec,
@@ -28,11 +29,15 @@ from ktinject.support import Support
 torch.set_num_threads(1)
 SIGMOIDS = RouterSpec("gate", "sigmoid", 6, 2, True, 2, 1, True, 2.5, rounds=False)
 ROUTERS = {
-    "qwen3_moe": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=True),
-    "qwen2_moe": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, False, 1.0, rounds=True),
-    "mixtral": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=False),
+    "qwen3_moe": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=True, rounds_logits=True),
+    "qwen2_moe": RouterSpec(
+        "gate", "softmax", 6, 2, False, 1, 1, False, 1.0, rounds=True, rounds_logits=True
+    ),
+    "mixtral": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=False, rounds_logits=True),
     "glm4_moe": SIGMOIDS,
-    "gpt_oss": RouterSpec("router", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=True, has_bias=True),
+    "gpt_oss": RouterSpec(
+        "router", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=True, has_bias=True, rounds_logits=True
+    ),
     "deepseek_v3": SIGMOIDS,
     "kimi_k2": SIGMOIDS,
 }
@@ -170,3 +175,30 @@ def test_probes_change_nothing_of_a_module() -> None:
     assert {path: {**vars(module)} for path, module in model.named_modules()} == before
     assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", "hy_v3"])
+def test_a_correction_that_the_block_holds(family: str) -> None:
+    if family not in models.AVAILABLE:
+        pytest.skip(f"transformers has no {family}")
+    model = models.tiny(family).bfloat16()
+    ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
+    block = model.model.layers[1].mlp
+    found = known(layer_spec.of_moe(block), MoeSpec)
+    assert found.router.correction == "e_score_correction_bias" and found.router.of_block
+    # transformers rounds MiniMax-M2's logits before their sigmoid; Hunyuan 3's are in fp32.
+    assert found.router.rounds_logits == (family == "minimax_m2")
+    # The captured step calls a router with x alone.
+    assert feed_forward_steps.moe_step(found, block) is None
+    assert feed_forward_steps.router_step(found.router, block.gate) is None
+
+
+def test_blocks_and_routers_that_hold_more_are_refused() -> None:
+    if "minimax_m2" not in models.AVAILABLE:
+        pytest.skip("transformers has no minimax_m2")
+    block = models.tiny("minimax_m2").model.layers[1].mlp
+    block.gate.register_buffer("temperature", torch.ones(6))
+    found = layer_spec.of_moe(block)
+    assert found == Support.no(
+        "its MiniMaxM2SparseMoeBlock and router hold e_score_correction_bias, temperature"
+    )

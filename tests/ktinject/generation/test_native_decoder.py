@@ -19,10 +19,12 @@ from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.decoding import run_model
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.operators.offload import submits
-from tests.models import tiny
+from tests.models import AVAILABLE, tiny
 
 torch.set_num_threads(1)
 FAMILIES = ["qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral", "kimi_k2", "qwen2_moe", "gpt_oss"]
+# Of newer transformers; norms of all heads at once and a correction that the block holds, among others.
+FAMILIES += [name for name in ("minimax_m2", "olmoe", "hy_v3") if name in AVAILABLE]
 # Of the logits of a row, the median over steps and rows, after two layers 40 values wide: sums that bf16 rounds to the
 # other side. Seen: 1.6e-2, and 3e-2 where activations are int8. A row whose experts tie may be all wrong.
 TOLERANCE = 3e-2
@@ -129,6 +131,59 @@ def test_variants_of_latent_attention_and_routing(config: dict[str, Any]) -> Non
     assert_as_exact_as_its_own(swapped("deepseek_v3", **config), exact("deepseek_v3", **config))
 
 
+def varied(model: PreTrainedModel) -> PreTrainedModel:
+    """With other weights of norms, and corrections of routers, for each value."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.dim() == 1 and ("norm" in name or "bias" in name):
+                drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float32)
+                tensor.copy_(drawn + 0.5 if "norm" in name else 0.3 * drawn)
+    return model
+
+
+# Half of a head is turned, as MiniMax-M2 has it.
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    "family, config",
+    [("minimax_m2", {"rope_parameters": HALF}), ("olmoe", {"num_key_value_heads": 4}), ("hy_v3", {})],
+    ids=str,
+)
+def test_norms_of_all_heads_and_corrections_of_blocks(family: str, config: dict[str, Any]) -> None:
+    if family not in AVAILABLE:
+        pytest.skip(f"transformers has no {family}")
+
+    def made(kind: Any) -> PreTrainedModel:
+        return varied(doubled(tiny(family, **config).bfloat16())).to(kind)
+
+    model, truth = made(torch.bfloat16), made(torch.float32)
+    if family == "minimax_m2":
+        assert (
+            model.model.rotary_emb.inv_freq.shape == (4,) and model.model.layers[0].self_attn.head_dim == 16
+        )
+    variables = dict.fromkeys(("experts", "dense", "head"), "bf16")
+    swapped = ktinject.optimize(model, "auto", devices=["cpu"], variables=variables, progress=False)
+    assert_as_exact_as_its_own(swapped, truth)
+
+
+def test_a_norm_of_some_heads_is_refused() -> None:
+    model = swapped("qwen3_moe")
+    model.model.layers[0].self_attn.q_norm.weight = nn.Parameter(torch.ones(48, dtype=torch.bfloat16))
+    assert NativeDecoder(model).support.reason == (
+        "layer 0: attention: a norm of queries or keys must be one of a head's 16 values, or of all 64"
+    )
+
+
+def test_norms_of_all_heads_beside_gates_are_refused() -> None:
+    model = swapped("qwen3_next")
+    attention = model.model.layers[1].self_attn
+    attention.q_norm.weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    refused = NativeDecoder(model).support.reason
+    assert refused == "layer 1: attention: a norm of all heads at once beside output gates"
+
+
 def sure(family: str) -> PreTrainedModel:
     return swapped(family, **(SURE_GROUPS if family == "deepseek_v3" else SURE))
 
@@ -158,7 +213,7 @@ def assert_same_but_for_roundings(
             assert gap.abs() <= 2 * TOLERANCE * logits.abs().max(), f"row {row}, token {at}: {gap}"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "minimax_m2"])
 class TestGenerate:
     @pytest.mark.parametrize(
         "case",
@@ -313,17 +368,12 @@ class TestRefusals:
         "family, why",
         [
             ("deepseek_v2", "it rotates by complex"),
-            ("olmoe", "a norm of queries or keys must be one of 10 values"),
+            ("olmoe", "it clips queries, keys and values (clip_qkv)"),
         ],
     )
     def test_other_families_say_why(self, family: str, why: str) -> None:
-        model = tiny(family).bfloat16()
-        ktinject.optimize(
-            model,
-            "auto" if family != "olmoe" else ALL,
-            devices=["cpu"],
-            progress=False,
-        )
+        model = tiny(family, **({"clip_qkv": 0.5} if family == "olmoe" else {})).bfloat16()
+        ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
         assert torch.equal(model.generate(**prompt()), stock(model, **prompt()))
         assert model.ktinject_decoding.last == "eager loop"
         assert why in model.ktinject_decoding.reason
