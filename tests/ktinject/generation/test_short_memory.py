@@ -12,8 +12,9 @@ from double import on_meta
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import ktinject
-from ktinject import _native
+from ktinject import _native, machine
 from ktinject.generation import batching, short_memory
+from ktinject.machine import Machine
 from ktinject.model_class import put_before
 from ktinject.operators.hybrid_experts import HybridExperts
 from ktinject.operators.offload import lent
@@ -157,13 +158,14 @@ def test_a_request_that_fits_without_experts_on_the_gpu_fits(caplog: pytest.LogC
     torch.cuda.init()
     ids = torch.randint(3, 60, (16, 2048), generator=torch.Generator().manual_seed(1)).cuda()
     asked: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
-    model = wide(0)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    model.generate(ids, **asked)
-    need = torch.cuda.max_memory_allocated() - before
-    del model
-    torch.cuda.empty_cache()
+    for _ in range(2):  # the first also takes what a process takes once
+        model = wide(0)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model.generate(ids, **asked)
+        need = torch.cuda.max_memory_allocated() - before
+        del model
+        torch.cuda.empty_cache()
     model = wide("auto")
     device = torch.device("cuda:0")
     experts = lent.lent_bytes(device)
@@ -216,11 +218,19 @@ def test_a_second_model_gets_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.empty_cache()
     held = lent.lent_bytes(device)
     assert held > 300 << 20
-    free = lent.free_bytes(device)
+    free: list[int] = []  # of the GPU, which other processes may use as well
+
+    def detect(**asked: Any) -> Machine:
+        found = own_detect(**asked)
+        free.append(found.gpus[0].free_bytes)
+        return found
+
+    own_detect = machine.detect
+    monkeypatch.setattr(machine, "detect", detect)
     monkeypatch.setattr(lent, "free_bytes", lambda device: 1 << 20)
     with torch.device("meta"):
         plan = ktinject.plan(on_meta(models.tiny("qwen3_moe", **WIDE)), "auto", devices="cuda:0")
-    assert plan.limits["cuda:0"] >= free + held - (256 << 20)
+    assert plan.limits["cuda:0"] >= free[0] + held - (256 << 20)
     second = wide(0)
     assert lent.lent_bytes(device) == 0
     ids = torch.arange(3, 12, device="cuda")[None]
