@@ -37,7 +37,7 @@ DECODES = {
     "gpt_oss": "native loop",
     "hy_v3": "native loop",
     "kimi_k2": "native loop",
-    "lfm2_moe": "the model has nothing as rotary_emb",
+    "lfm2_moe": "native loop",
     "llama4_text": "layer 0: it holds feed_forward",
     "minimax_m2": "native loop",
     "mixtral": "native loop",

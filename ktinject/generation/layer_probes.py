@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from ktinject.operators.probes.answer import refusal_of
 from ktinject.support import SUPPORTED, Support
 
 _ROWS = 3
+# What gate, up and down of a gated unit may be called.
+GATED_UNITS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 # Buffers of a router, or of its block, that are added to the scores for the choice.
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
@@ -55,19 +57,18 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
-def is_pre_norm(layer: nn.Module, attention: str) -> Support:
+def is_pre_norm(layer: nn.Module, names: Sequence[str]) -> Support:
     """Whether a layer adds attention of the normed input, and then the feed-forward part of that, normed again.
 
-    attention  the name of that child: linear attention gives one tensor, other attention its weights along
+    names  of norm, attention, norm and feed-forward part. Linear attention and convolutions give one tensor, other
+           attention its weights along
     """
     x = _random(1, 2, 8)
     children = {
-        "input_layernorm": _Stub(lambda x: torch.sin(x + 0.3)),
-        attention: _Stub(
-            lambda x: torch.cos(2 * x) if attention == "linear_attn" else (torch.cos(2 * x), None)
-        ),
-        "post_attention_layernorm": _Stub(lambda x: torch.tanh(x - 0.5)),
-        "mlp": _Stub(lambda x: x * x),
+        names[0]: _Stub(lambda x: torch.sin(x + 0.3)),
+        names[1]: _Stub(lambda x: (torch.cos(2 * x), None) if names[1] == "self_attn" else torch.cos(2 * x)),
+        names[2]: _Stub(lambda x: torch.tanh(x - 0.5)),
+        names[3]: _Stub(lambda x: x * x),
     }
     arguments = dict.fromkeys(("attention_mask", "position_ids", "past_key_values", "position_embeddings"))
     try:
@@ -76,7 +77,7 @@ def is_pre_norm(layer: nn.Module, attention: str) -> Support:
         except (
             ValueError
         ):  # it takes its feed-forward part's output apart: a block may give its routing along
-            children["mlp"] = _Stub(lambda x: (x * x, None))
+            children[names[3]] = _Stub(lambda x: (x * x, None))
             found = _run(layer, children, x, use_cache=True, **arguments)
     except Exception as error:
         return refusal_of(error)
@@ -88,11 +89,11 @@ def is_pre_norm(layer: nn.Module, attention: str) -> Support:
     return Support.no("it is not x + attention(norm(x)), and that + feed_forward(norm(that))")
 
 
-def is_gated_silu(module: nn.Module) -> Support:
-    """Whether a module is down_proj(silu(gate_proj(x)) · up_proj(x))."""
-    children = {"gate_proj": _Stub(torch.sin), "up_proj": _Stub(torch.cos), "down_proj": _Stub(torch.tanh)}
+def is_gated_silu(module: nn.Module, names: Sequence[str]) -> Support:
+    """Whether a module is down(silu(gate(x)) · up(x)); names: of gate, up and down."""
+    children = dict(zip(names, map(_Stub, (torch.sin, torch.cos, torch.tanh)), strict=True))
     if not children.keys() <= {name for name, _ in module.named_children()}:
-        return Support.no(f"its {type(module).__name__} has no gate_proj, up_proj and down_proj")
+        return Support.no(f"its {type(module).__name__} has no {names[0]}, {names[1]} and {names[2]}")
     x = 3 * _random(_ROWS, 16)
     try:
         found = _run(module, children, x)
@@ -191,21 +192,24 @@ def routing(
         **found,
         "num_experts": experts,
         "rounds": rounded.dtype == torch.bfloat16,
-        "rounds_logits": _rounds_logits(narrow, found, rounded_ids, rounded),
+        **_roundings(narrow, found, rounded_ids, rounded),
         "has_bias": "bias" in parameters,
     }
 
 
-def _rounds_logits(logits: Tensor, found: Mapping[str, Any], ids: Tensor, weights: Tensor) -> bool:
-    """Whether weights [m, k] come of logits [m, e] that were rounded to bf16, rather than of those in fp32."""
+def _roundings(logits: Tensor, found: Mapping[str, Any], ids: Tensor, weights: Tensor) -> dict[str, bool]:
+    """What is rounded to bf16 on the way from logits [m, e] in fp32 to weights [m, k]: `rounds_logits`, and
+    `rounds_scores`, behind which all is in bf16."""
 
-    def error(logits: Tensor) -> float:
-        scores = logits.sigmoid() if found["scores"] == "sigmoid" else logits.softmax(-1)
-        want = scores.gather(1, ids)
+    def error(rounded: tuple[bool, bool]) -> float:
+        given = logits.bfloat16().float() if rounded[0] else logits
+        scores = given.sigmoid() if found["scores"] == "sigmoid" else given.softmax(-1)
+        want = (scores.bfloat16() if rounded[1] else scores).gather(1, ids)
         want = (want / want.sum(-1, keepdim=True) if found["is_normed"] else want) * found["factor"]
         return (want.to(weights.dtype).float() - weights.float()).abs().sum().item()
 
-    return error(logits.bfloat16().float()) < error(logits)
+    least = min(((False, False), (True, False), (True, True)), key=error)
+    return {"rounds_logits": least[0], "rounds_scores": least[1]}
 
 
 def _explained(

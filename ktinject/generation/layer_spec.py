@@ -9,7 +9,7 @@ attention with projections to heads is nothing run here: both users compare it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ class GroupedAttentionSpec:
     q_norm, k_norm  of queries and keys before the rotation: a head's if `head_size` long, else of all heads at once
     has_sinks       the parameter `sinks` has a score a head that takes part in the softmax, without a value
     has_output_gate q_proj gives each head its query and a gate, whose sigmoid the head's output is multiplied with
+    output          the name of o_proj
     """
 
     path: str
@@ -54,6 +55,7 @@ class GroupedAttentionSpec:
     k_norm: NormSpec | None
     has_sinks: bool = False
     has_output_gate: bool = False
+    output: str = "o_proj"
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class RouterSpec:
     rounds         they are in the dtype of the logits of a model in 16 bits; else in fp32
     has_bias       a bias is added to weight · x
     rounds_logits  of a model in 16 bits, weight · x is rounded before anything is made of it
+    rounds_scores  and so are the scores
     """
 
     path: str
@@ -123,15 +126,20 @@ class RouterSpec:
     rounds: bool
     has_bias: bool = False
     rounds_logits: bool = False
+    rounds_scores: bool = False
     correction: str = "e_score_correction_bias"
     of_block: bool = False
 
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """down_proj(silu(gate_proj(x)) · up_proj(x))."""
+    """down_proj(silu(gate_proj(x)) · up_proj(x)).
+
+    names  of gate, up and down
+    """
 
     path: str
+    names: tuple[str, str, str] = layer_probes.GATED_UNITS[0]
 
 
 @dataclass(frozen=True)
@@ -166,23 +174,36 @@ class RotationSpec:
     scale: float
 
 
+MixerSpec = AttentionSpec | GatedDeltaSpec | Mamba2Spec | ShortConvolutionSpec
+
+
 @dataclass(frozen=True)
 class DecoderLayerSpec:
     """y = x + attention(input_norm(x)), then y + feed_forward(post_attention_norm(y)). Paths are the layer's."""
 
     input_norm: NormSpec
-    attention: AttentionSpec | GatedDeltaSpec
+    attention: AttentionSpec | GatedDeltaSpec | ShortConvolutionSpec
     post_attention_norm: NormSpec
     feed_forward: DenseSpec | MoeSpec | OtherFeedForward
 
 
-MixerSpec = AttentionSpec | GatedDeltaSpec | Mamba2Spec | ShortConvolutionSpec
 PartSpec = DecoderLayerSpec | NormSpec | MixerSpec | RouterSpec | MoeSpec | RotationSpec
 
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _LINEAR_LAYER = ("input_layernorm", "linear_attn", "post_attention_layernorm", "mlp")
+# Norm, attention or what has its place, norm, feed-forward part; the last two as LFM2 calls them.
+_LAYERS = (
+    _LAYER,
+    _LINEAR_LAYER,
+    ("operator_norm", "self_attn", "ffn_norm", "feed_forward"),
+    ("operator_norm", "conv", "ffn_norm", "feed_forward"),
+)
 _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_WIDTHS = (("q_proj", "out_features"), ("o_proj", "in_features"))
+# And the norms that may be there; the second as LFM2 calls them.
+_ATTENTIONS = (
+    (_HEADS, ("q_norm", "k_norm")),
+    (("q_proj", "k_proj", "v_proj", "out_proj"), ("q_layernorm", "k_layernorm")),
+)
 _DELTA = [
     {"conv1d", "norm", "out_proj", *projections}
     for projections in (
@@ -196,25 +217,25 @@ _DELTA = [
 def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
     """The spec of a decoder layer, or why it has none."""
     children = {name for name, _ in layer.named_children()}
-    linear = "linear_attn" in children
-    names = _LINEAR_LAYER if linear else _LAYER
-    if children != {*names}:
-        return Support.no(f"it holds {', '.join(sorted(children))}; known is {', '.join(sorted(names))}")
+    names = next((names for names in _LAYERS if children == {*names}), None)
+    if names is None:
+        known = _LINEAR_LAYER if "linear_attn" in children else _LAYER
+        return Support.no(f"it holds {', '.join(sorted(children))}; known is {', '.join(sorted(known))}")
     modules = [layer.get_submodule(name) for name in names]
     before, behind = of_norm(modules[0]), of_norm(modules[2])
-    attention = of_linear_attention(modules[1]) if linear else of_attention(modules[1])
+    attention = _MIXERS[names[1]](modules[1])
     for name, found in zip(names, (before, attention, behind)):
         if isinstance(found, Support):
             return Support.no(f"{name}: {found.reason}")
-    if not (wiring := layer_probes.is_pre_norm(layer, names[1])):
+    if not (wiring := layer_probes.is_pre_norm(layer, names)):
         return wiring
     assert not isinstance(before, Support) and not isinstance(behind, Support)
     assert not isinstance(attention, Support)
     return DecoderLayerSpec(
-        replace(before, path=_LAYER[0]),
+        replace(before, path=names[0]),
         replace(attention, path=names[1]),
-        replace(behind, path=_LAYER[2]),
-        replace(of_feed_forward(modules[3]), path=_LAYER[3]),
+        replace(behind, path=names[2]),
+        replace(of_feed_forward(modules[3]), path=names[3]),
     )
 
 
@@ -230,8 +251,11 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
     if isinstance(module, AbsorbedMla):
         return _of_latent(module)
     children = {name: child for name, child in module.named_children() if child is not None}
-    extra = children.keys() - {*_HEADS, "q_norm", "k_norm"}
-    if extra or not children.keys() >= {*_HEADS}:
+    heads, norm_names = next(
+        (known for known in _ATTENTIONS if {*known[0]} <= children.keys() <= {*known[0], *known[1]}),
+        (None, ()),
+    )
+    if heads is None:
         return Support.no(
             f"{type(module).__name__} holds {', '.join(sorted(children))}; known is {', '.join(_HEADS)}"
         )
@@ -246,14 +270,15 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
     if not isinstance(size, int) or not isinstance(scaling, float) or not isinstance(index, int):
         return Support.no(f"{type(module).__name__} has no head_dim, scaling and layer_idx")
     norms: list[NormSpec | None] = []
-    for name in ("q_norm", "k_norm"):
+    for name in norm_names:
         found = _norm_at(module, name) if name in children else None
         if isinstance(found, Support):
             return found
         norms.append(found)
-    q, o = (getattr(module.get_submodule(name), size, 0) for name, size in _WIDTHS)
+    q = getattr(module.get_submodule(heads[0]), "out_features", 0)
+    o = getattr(module.get_submodule(heads[3]), "in_features", 0)
     return GroupedAttentionSpec(
-        "", size, scaling, index, norms[0], norms[1], "sinks" in parameters, has_output_gate=q == 2 * o > 0
+        "", size, scaling, index, norms[0], norms[1], "sinks" in parameters, q == 2 * o > 0, heads[3]
     )
 
 
@@ -296,8 +321,11 @@ def of_feed_forward(module: nn.Module) -> DenseSpec | MoeSpec | OtherFeedForward
 
 
 def of_dense(module: nn.Module) -> DenseSpec | Support:
-    support = layer_probes.is_gated_silu(module)
-    return DenseSpec("") if support else support
+    children = {name for name, _ in module.named_children()}
+    units = layer_probes.GATED_UNITS
+    names = next((names for names in units if {*names} <= children), units[0])
+    support = layer_probes.is_gated_silu(module, names)
+    return DenseSpec("", names) if support else support
 
 
 @openmp.one_thread()
@@ -326,6 +354,11 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
     )
 
 
+_MIXERS: dict[str, Callable[[Any], Any]] = {
+    "self_attn": of_attention,
+    "linear_attn": of_linear_attention,
+    "conv": recurrent_spec.of_short_convolution,
+}
 # A router as large as DeepSeek-V3's takes a while to try.
 _routings: Memory[dict[str, Any] | Support] = Memory(most=64)
 

@@ -217,7 +217,7 @@ void GatedDelta::advance_rows(int first_row, const Projected& from, const Step& 
     const size_t at = static_cast<size_t>(first) * static_cast<size_t>(taps);
     auto* state = static_cast<std::byte*>(cache.first.data) + (product(row, channels, taps) + at) * step.width();
     const auto* weight = static_cast<const std::byte*>(config_.taps_weight) + at * step.width();
-    ops.convolve(part, state, weight, count, taps, step.dtype);
+    ops.convolve(part, state, weight, count, taps, true, step.dtype);
   });
   const size_t size = product(config_.key_size, config_.value_size);
   each(workers, size * product(rows, heads) * 4 < kSerialProducts, rows * heads, [&](int index, int worker) {

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "attention/gated_delta.hpp"
+#include "attention/short_convolution.hpp"
 #include "bindings/arrays.hpp"
 #include "bindings/sequences.hpp"
 #include "bindings/subjects.hpp"
@@ -236,6 +237,22 @@ void def_gated_delta(nb::module_& m) {
            nb::keep_alive<1, 10>());
 }
 
+void def_short_convolution(nb::module_& m) {
+  nb::class_<attention::ShortConvolution, attention::DecoderAttention>(m, "ShortConvolution",
+                                                                       "A convolution over the last tokens, gated.")
+      .def(
+          "__init__",
+          [](attention::ShortConvolution* self, const gemm::Linear& in, const gemm::Linear& out, const Input& taps) {
+            if (taps.shape(0) != static_cast<size_t>(out.config().in_features))
+              throw std::invalid_argument("short convolution: the weight must be [" +
+                                          std::to_string(out.config().in_features) + ", taps]");
+            new (self) attention::ShortConvolution(
+                {&in, &out, taps.data(), size_of(taps.shape(1), "taps"), dtype_of(taps.dtype(), "taps")});
+          },
+          nb::kw_only(), nb::arg("in_proj"), nb::arg("out_proj"), nb::arg("taps"), nb::keep_alive<1, 2>(),
+          nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+}
+
 void def_attention(nb::module_& m) {
   nb::class_<attention::DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
   nb::class_<attention::GroupedAttention, attention::DecoderAttention>(m, "GroupedAttention",
@@ -256,6 +273,7 @@ void def_attention(nb::module_& m) {
           nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
           nb::keep_alive<1, 13>());
   def_gated_delta(m);
+  def_short_convolution(m);
   nb::class_<attention::LatentAttention, attention::DecoderAttention>(m, "LatentAttention",
                                                                       "Latent attention, absorbed.")
       .def(
@@ -302,8 +320,8 @@ void def_feed_forward(nb::module_& m) {
           "__init__",
           [](decode::Mixture* self, const gemm::Linear& router, const std::string& scores,
              std::optional<FloatVector> correction, int top_k, int groups, int top_groups, bool normed, float factor,
-             bool rounds_logits, bool rounds_weights, const moe::Experts& experts, decode::FeedForward* shared,
-             std::optional<Input> gate) {
+             bool rounds_logits, bool rounds_scores, bool rounds_weights, const moe::Experts& experts,
+             decode::FeedForward* shared, std::optional<Input> gate) {
             if (gate && (gate->shape(0) != 1 || gate->shape(1) != static_cast<size_t>(experts.config().hidden_size)))
               throw std::invalid_argument("the shared experts' gate must be [1, hidden]");
             decode::RouterConfig config;
@@ -321,14 +339,15 @@ void def_feed_forward(nb::module_& m) {
             config.normed = normed;
             config.factor = factor;
             config.rounds_logits = rounds_logits;
+            config.rounds_scores = rounds_scores;
             config.rounds_weights = rounds_weights;
             new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr);
           },
           nb::kw_only(), nb::arg("router"), nb::arg("scores"), nb::arg("correction").none(), nb::arg("top_k"),
           nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"), nb::arg("factor"), nb::arg("rounds_logits"),
-          nb::arg("rounds_weights"), nb::arg("experts"), nb::arg("shared").none(), nb::arg("gate").none(),
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 12>(), nb::keep_alive<1, 13>(),
-          nb::keep_alive<1, 14>());
+          nb::arg("rounds_scores"), nb::arg("rounds_weights"), nb::arg("experts"), nb::arg("shared").none(),
+          nb::arg("gate").none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 13>(),
+          nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>());
 }
 
 void def_decoder(nb::module_& m) {

@@ -50,7 +50,8 @@ struct RouterConfig {
   int groups = 1, top_groups = 1;  // only experts of the best groups are taken; sigmoid
   bool normed = false;             // weights of a token add up to one
   float factor = 1;
-  bool rounds_logits = false, rounds_weights = false;  // to the model's dtype
+  // To the model's dtype.
+  bool rounds_logits = false, rounds_scores = false, rounds_weights = false;
 };
 
 // Router and routed experts; added to them, where it is given, what `shared` makes of all tokens, times sigmoid(gate ·

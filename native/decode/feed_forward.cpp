@@ -110,6 +110,7 @@ void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) c
   if (router_.rounds_logits) ops.round(logits, count, dtype);
   if (is_softmax) ops.softmax(logits, count);
   else ops.sigmoid(logits, count);
+  if (router_.rounds_scores) ops.round(logits, count, dtype);
   static thread_local std::vector<std::pair<float, int>> order, groups;
   order.resize(static_cast<size_t>(count));
   for (int e = 0; e < count; ++e)

@@ -118,9 +118,9 @@ struct StepOps {
   void (*gate_by_sigmoid)(float* x, const float* gate, int n, DType dtype);
   // x [n] = x * silu(gate), the product rounded.
   void (*gate_by_silu)(float* x, const float* gate, int n, DType dtype);
-  // x [channels] = silu of each channel's last inputs times its taps, both rounded; state and weight [channels, taps]
-  // of dtype. The inputs in the state move on by one, and x is the last one.
-  void (*convolve)(float* x, void* state, const void* weight, int channels, int taps, DType dtype);
+  // x [channels] = each channel's last inputs times its taps, rounded, and with `silu` that of it, rounded; state and
+  // weight [channels, taps] of dtype. The inputs in the state move on by one, and x is the last one.
+  void (*convolve)(float* x, void* state, const void* weight, int channels, int taps, bool silu, DType dtype);
   void (*convolve_token)(const Convolution& token);
   void (*delta_rule)(const DeltaRule& rule);
   // x [n] = exp(x - max(x)) / sum

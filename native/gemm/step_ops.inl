@@ -156,7 +156,8 @@ static void gate_by_silu(float* x, const float* gate, int n, DType dtype) {
 }
 
 template <class T, class Rounding>
-static inline void convolve_as(float* x, T* held, const T* weight, int channels, int taps, DType dtype, Rounding to) {
+static inline void convolve_as(float* x, T* held, const T* weight, int channels, int taps, bool silu, DType dtype,
+                               Rounding to) {
   for (int c = 0; c < channels; ++c, held += taps, weight += taps) {
     for (int t = 0; t + 1 < taps; ++t) held[t] = held[t + 1];
     store(x + c, 1, dtype, held + taps - 1);
@@ -164,15 +165,16 @@ static inline void convolve_as(float* x, T* held, const T* weight, int channels,
     for (int t = 0; t < taps; ++t) sum += load_value(weight + t) * load_value(held + t);
     x[c] = to.round(sum);
   }
+  if (!silu) return;
   for (int c = 0; c < channels; ++c) x[c] = to.round(x[c] * sigmoid(x[c]));
 }
 
-static void convolve(float* x, void* state, const void* weight, int channels, int taps, DType dtype) {
+static void convolve(float* x, void* state, const void* weight, int channels, int taps, bool silu, DType dtype) {
   if (dtype == DType::f32)
-    convolve_as(x, static_cast<float*>(state), static_cast<const float*>(weight), channels, taps, dtype, Exact());
+    convolve_as(x, static_cast<float*>(state), static_cast<const float*>(weight), channels, taps, silu, dtype, Exact());
   else if (dtype == DType::bf16)
-    convolve_as(x, static_cast<Bf16*>(state), static_cast<const Bf16*>(weight), channels, taps, dtype, ToBf16());
-  else convolve_as(x, static_cast<F16*>(state), static_cast<const F16*>(weight), channels, taps, dtype, ToF16());
+    convolve_as(x, static_cast<Bf16*>(state), static_cast<const Bf16*>(weight), channels, taps, silu, dtype, ToBf16());
+  else convolve_as(x, static_cast<F16*>(state), static_cast<const F16*>(weight), channels, taps, silu, dtype, ToF16());
 }
 
 // Channels of which sums are held at a time.

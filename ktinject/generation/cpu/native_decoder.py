@@ -188,7 +188,10 @@ class NativeDecoder:
     def _cache_of(self, cache: KVBucket) -> Any:
         if cache not in self._caches:
             tensors = [tensors_of(layer) for layer in cache.layers]
-            self._caches[cache] = _native.DecoderCache([a for a, _ in tensors], [b for _, b in tensors])
+            # A convolution has its last inputs alone.
+            self._caches[cache] = _native.DecoderCache(
+                [one[0] for one in tensors], [one[-1] for one in tensors]
+            )
         return self._caches[cache]
 
     def _comparing(self, model: Any, call: _Call) -> nn.Module:

@@ -24,6 +24,7 @@ from ktinject.generation.layer_spec import (
     OtherFeedForward,
     RouterSpec,
 )
+from ktinject.generation.recurrent_spec import ShortConvolutionSpec
 from ktinject.hf import adapters
 from ktinject.hf.layers import Layers
 from ktinject.operators.absorbed_mla import AbsorbedMla
@@ -62,16 +63,18 @@ class NativeLayers:
         self.module = model.get_submodule(self.path)
         self.embed = _of(self.module, "embed_tokens", nn.Embedding, "the model")
         self.layers = _of(self.module, "layers", nn.ModuleList, "the model")
-        self.rotary = _of(self.module, "rotary_emb", nn.Module, "the model")
+        rotary = "pos_emb" if hasattr(self.module, "pos_emb") else "rotary_emb"
+        self.rotary = _of(self.module, rotary, nn.Module, "the model")
         _of(model, "lm_head", nn.Module, "the model")
-        known = {"embed_tokens", "layers", "rotary_emb", "norm"}
+        last = "embedding_norm" if hasattr(self.module, "embedding_norm") else "norm"
+        known = {"embed_tokens", "layers", rotary, last}
         extra = {name for name, _ in self.module.named_children()} - known
         if extra:
             raise UnknownLayer(f"the model also holds {', '.join(sorted(extra))}")
         weight = self.embed.weight
         if weight.dtype not in LAST_PLACE:
             raise UnknownLayer(f"the model is {weight.dtype}")
-        norm = _of(self.module, "norm", nn.Module, "the model")
+        norm = _of(self.module, last, nn.Module, "the model")
         self.norm = _norm(_known(layer_spec.of_norm(norm)), norm, weight.dtype)
         self.decoder = _native.Decoder(weight.shape[1], str(weight.dtype).removeprefix("torch."))
         self.copies: list[tuple[Tensor, Tensor]] = []
@@ -214,12 +217,14 @@ def _layer(
 ) -> tuple[Any, Any, Any, Any]:
     spec = _known(layer_spec.of_layer(layer))
     attention: Any = layer.get_submodule(spec.attention.path)
-    if isinstance(spec.attention, GatedDeltaSpec) != kind.is_state or kind.indexed:
+    if isinstance(spec.attention, (GatedDeltaSpec, ShortConvolutionSpec)) != kind.is_state or kind.indexed:
         raise UnknownLayer(f"its cache is not what a {type(attention).__name__} needs")
     if kind.is_chunked:
         raise UnknownLayer("its attention is chunked")
     if isinstance(spec.attention, GatedDeltaSpec):
         native = _delta(spec.attention, attention, dtype, copies)
+    elif isinstance(spec.attention, ShortConvolutionSpec):
+        native = _convolution(attention, dtype)
     elif isinstance(spec.attention, LatentAttentionSpec):
         if kind.window is not None:
             raise UnknownLayer("its latent attention has a window")
@@ -249,7 +254,7 @@ def _grouped(
         q=q.native,
         k=k.native,
         v=_linear(module, "v_proj"),
-        o=_linear(module, "o_proj"),
+        o=_linear(module, spec.output),
         q_norm=None if spec.q_norm is None else _norm(spec.q_norm, module, dtype),
         k_norm=None if spec.k_norm is None else _norm(spec.k_norm, module, dtype),
         heads=q.out_features // size,
@@ -285,6 +290,18 @@ def _delta(spec: GatedDeltaSpec, module: Any, dtype: torch.dtype, copies: list[t
         value_heads=spec.value_heads,
         key_size=spec.key_size,
         value_size=spec.value_size,
+    )
+
+
+def _convolution(module: Any, dtype: torch.dtype) -> Any:
+    """A short convolution between gates."""
+    convolution, taps = module.conv, module.conv.weight.detach()
+    if convolution.bias is not None or convolution.stride != (1,) or convolution.dilation != (1,):
+        raise UnknownLayer("its convolution has a bias, strides or gaps")
+    if taps.dtype != dtype or not taps.is_contiguous():
+        raise UnknownLayer(f"the weight of its conv is {taps.dtype}")
+    return _native.ShortConvolution(
+        in_proj=_linear(module, "in_proj"), out_proj=_linear(module, "out_proj"), taps=taps[:, 0]
     )
 
 
@@ -324,7 +341,7 @@ def _feed_forward(
     if isinstance(spec, OtherFeedForward):
         raise UnknownLayer(spec.reason)
     if isinstance(spec, DenseSpec):
-        return _gated_unit(module)
+        return _gated_unit(module, spec.names)
     chosen, router = spec.router, _of(module, spec.router.path, CpuRouter)
     return _native.Mixture(
         router=router.linear.native,
@@ -336,9 +353,12 @@ def _feed_forward(
         normed=chosen.is_normed,
         factor=chosen.factor,
         rounds_logits=chosen.rounds_logits,
+        rounds_scores=chosen.rounds_scores,
         rounds_weights=chosen.rounds,
         experts=_of(module, spec.experts, CpuExperts).native,
-        shared=None if spec.shared is None else _gated_unit(module.get_submodule(spec.shared.path)),
+        shared=None
+        if spec.shared is None
+        else _gated_unit(module.get_submodule(spec.shared.path), spec.shared.names),
         gate=None if spec.shared_gate is None else _gate(module.get_submodule(spec.shared_gate), dtype),
     )
 
@@ -365,5 +385,5 @@ def _gate(module: Any, dtype: torch.dtype) -> Tensor:
     return weight
 
 
-def _gated_unit(module: Any) -> Any:
-    return _native.GatedUnit(*(_linear(module, f"{name}_proj") for name in ("gate", "up", "down")))
+def _gated_unit(module: Any, names: tuple[str, str, str]) -> Any:
+    return _native.GatedUnit(*(_linear(module, name) for name in names))

@@ -32,6 +32,8 @@ class _Attention:
 
     @classmethod
     def of(cls, spec: GroupedAttentionSpec, module: Any, block_counts: Tensor) -> _Attention | None:
+        if spec.output != "o_proj":
+            return None
         if any(p.dtype == torch.float32 for p in module.parameters()):
             return None  # the kernels compute in 16 bits on tensor cores, which would round fp32 weights
         specs = (spec.q_norm, spec.k_norm)

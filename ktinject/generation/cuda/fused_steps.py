@@ -133,6 +133,8 @@ class LayerStep:
 
     @classmethod
     def of(cls, spec: DecoderLayerSpec, module: Any, block_counts: Tensor) -> LayerStep | None:
+        if isinstance(spec.attention, ShortConvolutionSpec):
+            return None  # it has a step of its own
         before, behind = norm_of(spec.input_norm, module), norm_of(spec.post_attention_norm, module)
         mixer = _mixer_of(spec.attention, module.get_submodule(spec.attention.path), block_counts)
         mlp = module.get_submodule(spec.feed_forward.path)

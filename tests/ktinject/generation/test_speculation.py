@@ -129,11 +129,16 @@ GRAPH = pytest.param(
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
 )
 
+NEWER: list[tuple[str, dict[str, Any]]] = [
+    ("lfm2_moe", {"layer_types": ["conv", "full_attention"]}),
+    ("minimax_m2", {}),
+]
 NATIVE: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("deepseek_v3", {}),
     ("gpt_oss", {"sliding_window": 8}),
     ("qwen3_5_moe_text", {}),
+    *(case for case in NEWER if case[0] in families.AVAILABLE),
 ]
 
 

@@ -1,0 +1,98 @@
+// A short convolution of one token a row: projections on the pool, then the convolution in tasks of some channels.
+#include "attention/short_convolution.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "attention/tasks.hpp"
+#include "runtime/scratch.hpp"
+#include "runtime/thread_pool.hpp"
+
+namespace ktinject::attention {
+namespace {
+
+// Of a task.
+constexpr int kChannels = 512;
+
+}  // namespace
+
+ShortConvolution::ShortConvolution(ShortConvolutionConfig config) : config_(config) {
+  const int channels = config_.channels();
+  if (config_.taps < 1 || config_.in->config().out_features != 3 * channels)
+    throw std::invalid_argument("short convolution: in_proj: expected " + std::to_string(3 * channels) + " outputs");
+}
+
+bool ShortConvolution::fits(int hidden) const {
+  return config_.in->config().in_features == hidden && config_.out->config().out_features == hidden;
+}
+
+void ShortConvolution::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
+  const int batch = step.batch, channels = config_.channels(), taps = config_.taps;
+  if (step.dtype != config_.dtype || cache.first.dtype != step.dtype ||
+      cache.first.shape != std::vector<int>{step.together(), channels, taps})
+    throw std::invalid_argument("cache: expected inputs of the convolution, of the model's dtype, [" +
+                                std::to_string(step.together()) + ", " + std::to_string(channels) + ", " +
+                                std::to_string(taps) + "]");
+  const gemm::StepOps& ops = gemm::step_ops();
+  runtime::Arrays arrays;
+  const size_t given_at = arrays.take(product(batch, channels, 3)), mixed_at = arrays.take(product(batch, channels));
+  const runtime::Scratch memory(arrays.count());
+  float *given = memory + given_at, *mixed = memory + mixed_at;
+  config_.in->forward(x, DType::f32, batch, given);
+  ops.round(given, 3 * batch * channels, step.dtype);
+  for (int row = 0; row < batch; ++row) {
+    const float *b = given + product(row, channels, 3), *values = b + 2 * channels;
+    float* to = mixed + product(row, channels);
+    for (int c = 0; c < channels; ++c) to[c] = b[c] * values[c];
+  }
+  ops.round(mixed, batch * channels, step.dtype);
+  if (step.consecutive) {
+    Undo& undo = *cache.undo;
+    undo.rows = batch;
+    undo.first.resize(product(channels, taps) * step.width());
+    std::memcpy(undo.first.data(), cache.first.data, undo.first.size());
+    undo.inputs.assign(mixed, mixed + product(batch, channels));
+  }
+  advance(mixed, step, cache);
+  for (int row = 0; row < batch; ++row) {
+    const float* c_of = given + product(row, channels, 3) + channels;
+    float* to = mixed + product(row, channels);
+    for (int c = 0; c < channels; ++c) to[c] *= c_of[c];
+  }
+  ops.round(mixed, batch * channels, step.dtype);
+  config_.out->forward(mixed, DType::f32, batch, out);
+  ops.round(out, batch * config_.out->config().out_features, step.dtype);
+}
+
+void ShortConvolution::keep(const LayerCache& cache, int kept) const {
+  Undo& undo = *cache.undo;
+  if (kept == undo.rows) return;
+  std::memcpy(cache.first.data, undo.first.data(), undo.first.size());
+  Step step;
+  step.dtype = config_.dtype;
+  step.batch = undo.rows = kept;
+  step.consecutive = true;
+  // What is kept may be cut once more.
+  std::vector<float> inputs(undo.inputs.begin(),
+                            undo.inputs.begin() + static_cast<ptrdiff_t>(product(kept, config_.channels())));
+  advance(inputs.data(), step, cache);
+}
+
+void ShortConvolution::advance(float* mixed, const Step& step, const LayerCache& cache) const {
+  const int rows = step.together(), channels = config_.channels(), taps = config_.taps;
+  const gemm::StepOps& ops = gemm::step_ops();
+  const runtime::Session session;
+  const int blocks = (channels + kChannels - 1) / kChannels;
+  for (int first_row = 0; first_row < step.batch; first_row += rows)
+    each(*session, product(rows, channels, taps) < kSerialProducts / 4, rows * blocks, [&](int index, int) {
+      const int row = index / blocks, first = index % blocks * kChannels, count = std::min(kChannels, channels - first);
+      const size_t at = product(first, taps), state = product(row, channels, taps) + at;
+      ops.convolve(mixed + product(first_row + row, channels) + first,
+                   static_cast<std::byte*>(cache.first.data) + state * step.width(),
+                   static_cast<const std::byte*>(config_.weight) + at * step.width(), count, taps, false, step.dtype);
+    });
+}
+
+}  // namespace ktinject::attention
