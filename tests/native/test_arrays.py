@@ -110,6 +110,9 @@ def mixture() -> dict[str, Any]:
         "top_groups": 1,
         "normed": True,
         "factor": 1.0,
+        "rounds_logits": False,
+        "rounds_scores": False,
+        "rounds_weights": False,
         "experts": experts(),
         "shared": _native.GatedUnit(linear(32, 64), linear(32, 64), linear(64, 32)),
         "gate": torch.zeros(1, 64),
@@ -128,6 +131,11 @@ def delta() -> dict[str, Any]:
     return {"qkv": qkv, "ba": ba, "z": linear(32, 64), "a": linear(2, 64), "o": o, "norm": norm,
             "taps": torch.zeros(3 * 32, 4), "a_log": torch.zeros(2), "dt_bias": torch.zeros(2),
             "key_heads": 2, "value_heads": 2, "key_size": 16, "value_size": 16}  # fmt: skip
+
+
+def convolution() -> dict[str, Any]:
+    """Of 32 channels, over 3 tokens."""
+    return {"in_proj": linear(3 * 32, 64), "out_proj": linear(64, 32), "taps": torch.zeros(32, 3)}
 
 
 def latent() -> dict[str, Any]:
@@ -302,6 +310,7 @@ CASES: dict[str, Case] = {
     ),
     "GroupedAttention.__init__": lambda: (_native.GroupedAttention, with_sinks()),
     "GatedDelta.__init__": lambda: (_native.GatedDelta, delta()),
+    "ShortConvolution.__init__": lambda: (_native.ShortConvolution, convolution()),
     "LatentAttention.__init__": lambda: (_native.LatentAttention, latent()),
     "Mixture.__init__": lambda: (_native.Mixture, mixture()),
     "Decoder.forward": decoder,
