@@ -1,4 +1,4 @@
-# make demo | dev | check | test | test-transformers | test-sglang | bench | clean
+# make demo | dev | check | test | test-transformers | test-sglang | test-vllm | bench | clean
 #
 # A machine with python3 >= 3.11 (with venv and headers), g++ >= 11 and make needs nothing else. All goes into .venv.
 #
@@ -23,7 +23,7 @@ NATIVE := $(shell find native -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo dev check test test-transformers test-sglang bench sanitize clean
+.PHONY: demo dev check test test-transformers test-sglang test-vllm bench sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -50,9 +50,9 @@ export PIP_ARGS TEST_PROCESSES
 test-transformers: $(VENV)/dev
 	.ci/test_transformers $(TRANSFORMERS)
 
-# SGLang goes into build/.
-test-sglang: $(VENV)/dev
-	.ci/test_sglang
+# SGLang and vLLM go into build/.
+test-sglang test-vllm: $(VENV)/dev
+	.ci/$(subst -,_,$@)
 
 # mypy gets the package as it is installed: three folders as one. As modules, since what PYTHON already had is not in
 # .venv/bin.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ktinject.cli import options
+from ktinject.errors import PlanError
 from ktinject.rules import parse_overrides
+
+if TYPE_CHECKING:
+    from ktinject.sglang.plan import ServerPlan
 
 Machine = Annotated[
     list[str] | None,
@@ -27,8 +32,26 @@ Explain = Annotated[
     ),
 ]
 
+KtMethod = Annotated[
+    str | None,
+    typer.Option(
+        "--kt-method",
+        metavar="NAME",
+        help="Plan the experts that SGLang leaves to the CPU, as its option of this name packs them, and nothing else.",
+    ),
+]
+KtNumGpuExperts = Annotated[
+    int | None,
+    typer.Option(
+        "--kt-num-gpu-experts",
+        metavar="N",
+        help="With --kt-method: so many experts of each layer are on SGLang's GPU; default: none.",
+    ),
+]
+
 
 def command(
+    context_of: typer.Context,
     model: options.Model,
     rules: options.Rules = "auto",
     variables: options.Set = None,
@@ -39,6 +62,8 @@ def command(
     machine: Machine = None,
     dtype: options.RestDtype = "auto",
     explain: Explain = None,
+    kt_method: KtMethod = None,
+    kt_num_gpu_experts: KtNumGpuExperts = None,
     plugins: options.Plugins = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -50,6 +75,15 @@ def command(
     from ktinject.optimize import read_rules
     from ktinject.planning.explain import explain as explained
 
+    if kt_method is not None or kt_num_gpu_experts is not None:
+        with options.answers(as_json):
+            _refuse_others(context_of)
+            server = _plan_server(model, dtype, kt_method, kt_num_gpu_experts or 0)
+        if as_json:
+            options.show_json(server.to_dict())
+        else:
+            options.say(*server.lines())
+        return
     with options.answers(as_json):
         options.load_plugins(plugins)
         on_meta = options.build_on_meta(model, dtype)
@@ -83,3 +117,30 @@ def command(
     elif told is None:
         options.show(made)
     made.check()
+
+
+_OF_SERVERS = ("model", "dtype", "kt_method", "kt_num_gpu_experts", "as_json")
+
+
+def _refuse_others(context: typer.Context) -> None:
+    """Rules, budgets and devices mean nothing to SGLang's experts. Raises PlanError."""
+    names = {option.name: option.opts[0] for option in context.command.params}
+    if found := [
+        names[name]
+        for name in context.params
+        if name not in _OF_SERVERS
+        and (source := context.get_parameter_source(name))
+        and source.name != "DEFAULT"
+    ]:
+        raise PlanError(
+            f"--kt-method: {', '.join(found)} cannot go with it: SGLang places everything but the experts of the CPU. "
+            "Leave one of them out."
+        )
+
+
+def _plan_server(model: Path, dtype: str, method: str | None, num_gpu_experts: int) -> ServerPlan:
+    from ktinject.sglang.plan import plan
+
+    if method is None:
+        raise PlanError("--kt-num-gpu-experts: it needs --kt-method. Name one, such as AMXINT4.")
+    return plan(options.build_on_meta(model, dtype), str(model), method, num_gpu_experts)

@@ -87,9 +87,19 @@ class _Opened:
             try:
                 yield self._open[path]
             finally:
-                self._waiting[path] = self._waiting.get(path, 0) - is_first
-                if self._waiting[path] <= 0:
-                    self._open.pop(path)[0].close()
+                if is_first:
+                    self._waiting[path] = self._waiting.get(path, 0) - 1
+                self._close(path)
+
+    def leave(self, path: str) -> None:
+        """A layer that was waiting will not take its weights."""
+        with self._lock:
+            self._waiting[path] -= 1
+            self._close(path)
+
+    def _close(self, path: str) -> None:
+        if self._waiting.get(path, 0) <= 0 and path in self._open:
+            self._open.pop(path)[0].close()
 
 
 OPENED = _Opened()
@@ -150,17 +160,8 @@ def load(given: Arguments, logical: list[int], nodes: int, is_first: bool) -> Cp
     is_first  the layer was announced by `OPENED.wait`
     Raises    CheckpointError, OperatorError
     """
-    places = given.held
     with OPENED.take(given.weight_path, is_first) as (checkpoint, names):
-        find = _finder(checkpoint, names, given, logical[places[0]]) if places else None
-        experts = {place: find(logical[place]) for place in places} if find else {}
-        formats = [
-            (key, checkpoint.format_of(key))
-            for expert in [*experts.values()][:1]
-            for _, key, _, _ in expert.pieces
-        ]
-        config = _config(given, checkpoint, formats, nodes)
-        made = CpuExperts(spec_of(given), config)
+        made, experts, _ = _chosen(given, checkpoint, names, logical, nodes)
         made.allocate()
         kept: dict[str, Any] = {}
         for place, expert in experts.items():
@@ -168,9 +169,56 @@ def load(given: Arguments, logical: list[int], nodes: int, is_first: bool) -> Cp
                 _load_piece(made, checkpoint, kept, place, name, key, index, part)
     said = made.describe()
     log.info(
-        "layer %d: %d experts as %s, by %s", given.layer_idx, len(places), said["weights"], said["kernel"]
+        "layer %d: %d experts as %s, by %s", given.layer_idx, len(experts), said["weights"], said["kernel"]
     )
     return made
+
+
+def planned(given: Arguments) -> tuple[CpuExperts, dict[str, str]]:
+    """What `load` would make of a layer, of headers alone: the experts, without memory, and what becomes of values.
+
+    The second is parameter → "kept", "exact" or "quantised again", as the plan's words are, and for values that are
+    stored as they are "kept" or "rounded". The layer must have been announced by `OPENED.wait`.
+    Raises  CheckpointError, OperatorError, as `load`
+    """
+    with OPENED.take(given.weight_path, True) as (checkpoint, names):
+        made, experts, formats = _chosen(given, checkpoint, names, [*range(given.num_experts)], 0)
+        forms = dict(formats)
+        first = next(iter(experts.values()), Expert(()))
+        return made, {key: _becomes(made, name, forms[key], part) for name, key, _, part in first.pieces}
+
+
+def _chosen(
+    given: Arguments, checkpoint: Checkpoint, names: set[str], logical: list[int], nodes: int
+) -> tuple[CpuExperts, dict[int, Expert], list[tuple[str, Format]]]:
+    """The operator, place → where its expert's weights are, and how those of the first one are stored, by key."""
+    places = given.held
+    find = _finder(checkpoint, names, given, logical[places[0]]) if places else None
+    experts = {place: find(logical[place]) for place in places} if find else {}
+    formats = [
+        (key, checkpoint.format_of(key))
+        for expert in [*experts.values()][:1]
+        for _, key, _, _ in expert.pieces
+    ]
+    return CpuExperts(spec_of(given), _config(given, checkpoint, formats, nodes)), experts, formats
+
+
+def _becomes(made: CpuExperts, name: str, form: Format, part: int | None) -> str:
+    if _is_kept(made, name, form, part):
+        return "kept"
+    weights = made.config.weights
+    if weights in form.exact_in:
+        return "exact"
+    if form.is_plain:
+        return "kept" if weights == form.name else f"{form.name}, rounded"
+    return f"{form.name}, " + ("rounded to bf16" if weights == "bf16" else "quantised again")
+
+
+def _is_kept(made: CpuExperts, name: str, form: Format, part: int | None) -> bool:
+    """Whether the operator takes a weight as the checkpoint stores it."""
+    return (
+        made.takes_codes(name) and form.is_taken(made.native_formats) and not made.misfit_of(name, form, part)
+    )
 
 
 def pack(
@@ -211,8 +259,7 @@ def _load_piece(
     part: int | None,
 ) -> None:
     form = checkpoint.format_of(key)
-    taken = made.takes_codes(name) and form.is_taken(made.native_formats)
-    if not taken or made.misfit_of(name, form, part):
+    if not _is_kept(made, name, form, part):
         made.load(name, checkpoint.decode(key, index), place, part)
         return
     if index is None or form.by_slice:

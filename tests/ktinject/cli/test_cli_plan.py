@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ktinject.rules import read as read_rules
 
@@ -272,3 +273,69 @@ def test_explain_a_refusal(ktinject, tiny_deepseek_v3):
     assert "no module has this path" in result.stderr and "The closest are" in result.stderr
     result = ktinject("plan", tiny_deepseek_v3, "--explain", "(", exit_code=2)
     assert "is not a regular expression" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("method", "weights", "values"),
+    [
+        ("AMXINT4", "int4 group 32", "fp32, rounded"),
+        ("amxint8", "int8", "fp32, rounded"),
+        ("BF16", "bf16", "fp32, rounded"),
+    ],
+)
+def test_the_plan_of_a_server_is_what_it_loads(as_json, tiny_qwen3_moe, method, weights, values):
+    from ktinject.sglang import KTMoEWrapper
+
+    plan = as_json("plan", tiny_qwen3_moe, "--kt-method", method, "--kt-num-gpu-experts", "1")
+    config = json.loads((tiny_qwen3_moe / "config.json").read_text())
+    experts = config.get("num_experts") or config["num_local_experts"]
+    assert [layer["layer"] for layer in plan["layers"]] == [*range(config["num_hidden_layers"])]
+    first = plan["layers"][0]
+    made = KTMoEWrapper(
+        layer_idx=first["layer"],
+        num_experts=experts,
+        num_experts_per_tok=config["num_experts_per_tok"],
+        hidden_size=config["hidden_size"],
+        moe_intermediate_size=config["moe_intermediate_size"],
+        weight_path=str(tiny_qwen3_moe),
+        num_gpu_experts=1,
+        method=method,
+    )
+    made.load_weights()
+    said = made.describe()
+    assert (first["weights"], first["kernel"]) == (said["weights"], said["kernel"])
+    assert first["weights"].startswith(weights.split()[0])
+    assert first["experts"] == experts - 1
+    assert first["values"] == values or "kept" in first["values"]
+    assert 0 < first["bytes"] < made._layer._experts.footprint()["cpu"]
+    assert plan["bytes"] == sum(layer["bytes"] for layer in plan["layers"])
+
+
+def test_layers_that_are_alike_are_a_line(ktinject, tiny_qwen3_moe):
+    text = " ".join(ktinject("plan", tiny_qwen3_moe, "--kt-method", "AMXINT8").stdout.split())
+    assert (
+        "layers 0 to " in text and "experts as int8" in text and "of RAM, on the GPU 0 of each layer" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--kt-method", "INT3"), "allowed: AMXINT4"),
+        (("--kt-method", "FP8"), "allowed: fp8"),
+        (("--kt-method", "BF16", "--kt-num-gpu-experts", "1000"), "the experts of a layer"),
+        (("--kt-num-gpu-experts", "1"), "it needs --kt-method"),
+        (("--kt-method", "BF16", "--rules", "auto"), "--rules cannot go with it"),
+    ],
+)
+def test_a_plan_of_a_server_refuses_as_the_server(ktinject, tiny_qwen3_moe, arguments, said):
+    result = ktinject("plan", tiny_qwen3_moe, *arguments, exit_code=2)
+    assert said in " ".join(result.stderr.split())
+
+
+def test_experts_that_sglang_does_not_hand_over(ktinject, tmp_path):
+    config = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    result = ktinject("plan", tmp_path, "--kt-method", "BF16", exit_code=2)
+    assert "its experts have biases" in " ".join(result.stderr.split())
