@@ -41,7 +41,7 @@ from ktinject.errors import PlanError
 from ktinject.hf.private import SET, THERE, Private
 from ktinject.support import SUPPORTED, Support
 
-VERSIONS = "transformers>=5.17,<6"  # as pyproject.toml has it
+VERSIONS = "transformers>=5.17,<5.24"  # as pyproject.toml has it
 TESTED = ("5.17.0", "5.23.0")
 
 
