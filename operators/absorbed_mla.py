@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktinject.errors import OperatorError
+from ktinject.hf import compat
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import attention
 from ktinject.operators.probes.attention import EXPANSION, LatentSpec, Positions
@@ -31,8 +32,6 @@ from ktinject.operators.torch_ops.packed_attention import Packed
 from ktinject.support import Support
 
 if TYPE_CHECKING:
-    from transformers import Cache
-
     from ktinject.machine import Machine
 
 _MASKS = ("sdpa", "eager")  # attention implementations of transformers whose masks are dense
@@ -118,7 +117,6 @@ class AbsorbedMla(Operator):
         *,
         position_embeddings: Positions = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """hidden_states [b, m, hidden] → ([b, m, hidden], None).
@@ -126,9 +124,9 @@ class AbsorbedMla(Operator):
         position_embeddings  of these m tokens, as the model's rotary embedding gives them
         attention_mask       [b or 1, 1, m, s]: bool, True to attend, or floats to add; None: all of s for one token,
                              causal for several, which are then the first
-        past_key_values      any of transformers' caches with keys and values of their own widths
-        kwargs               of packed requests, what `Packed` reads; each half of a token's latent and key is cached as
-                             a head, for the paged cache has keys and values of one width
+        kwargs               the cache, any of transformers' with keys and values of their own widths; of packed
+                             requests, what `Packed` reads: each half of a token's latent and key is cached as a head,
+                             for the paged cache has keys and values of one width
         Raises               OperatorError for another mask, or if attention weights are asked for
         """
         if kwargs.get("output_attentions"):
@@ -146,8 +144,8 @@ class AbsorbedMla(Operator):
         packed = Packed.of(kwargs)
         if packed is not None:
             latent, k_rope = self._paged(packed, latent, k_rope)
-        elif past_key_values is not None:
-            latent, k_rope = past_key_values.update(latent, k_rope, spec.layer_idx)
+        elif (cache := compat.cache_of(kwargs)) is not None:
+            latent, k_rope = cache.update(latent, k_rope, spec.layer_idx)
         if packed is None and attention_mask is None and m > 1:
             # transformers leaves the mask out for the first tokens only; a static cache is longer than they are.
             latent, k_rope = latent[:, :, :m], k_rope[:, :, :m]

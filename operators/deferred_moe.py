@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.errors import OperatorError
+from ktinject.hf import compat
 from ktinject.operators.base import Operator, Placement, register_operator
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig, Started
 from ktinject.operators.offload import deferral
@@ -137,15 +138,14 @@ class Pass:
         if inputs is None:
             inputs = given("input_ids")
         self._local.deferred = None  # of a pass that was aborted
-        self._local.decodes = (
-            inputs is not None and inputs.shape[1] == 1 and _holds_tokens(given("past_key_values"))
-        )
+        cache = compat.cache_of({name: given(name) for name in compat.CACHE_NAMES})
+        self._local.decodes = inputs is not None and inputs.shape[1] == 1 and _holds_tokens(cache)
 
     _begin.capturable = True  # type: ignore[attr-defined]  # it decides at the capture what every replay does
 
 
 def _holds_tokens(cache: Any) -> bool:
-    if cache is None:
+    if not hasattr(cache, "get_seq_length"):  # none, or one of packed requests
         return False
     seen = cache.get_seq_length()
     if isinstance(seen, Tensor) and seen.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -10,6 +10,7 @@ import typer
 
 from ktinject.cli import options
 from ktinject.errors import PlanError
+from ktinject.hf import compat
 from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
@@ -150,8 +151,8 @@ def _run(model: PreTrainedModel, start: Tensor, new_tokens: int) -> int:
     with torch.inference_mode():
         for _ in range(new_tokens):
             seen += ids.shape[1]
-            answer = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache = answer.past_key_values
+            answer = model(input_ids=ids, use_cache=True, **{compat.CACHE: cache})
+            cache = getattr(answer, compat.CACHE)
             ids = answer.logits[:, -1:].argmax(-1)
             if int(ids) in ends:
                 break

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ktinject.hf import compat
 from ktinject.machine import device_of
 from ktinject.operators import Operator
 from ktinject.operators.base import PendingOutput
@@ -97,7 +98,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _transfer_of(kwargs: Mapping[str, Any]) -> Callable[[Sequence[Tensor], torch.device], list[Tensor]]:
     """The function that copies tensors to a device in this forward pass."""
-    return getattr(kwargs.get("past_key_values"), "transfer", _transfer)
+    return getattr(compat.cache_of(kwargs), "transfer", _transfer)
 
 
 def _transfer(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

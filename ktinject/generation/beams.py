@@ -20,6 +20,7 @@ from ktinject.generation import cache as caches
 from ktinject.generation import kept_cache
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.steps import StockReplay
+from ktinject.hf import compat
 from ktinject.model_class import own_class
 from ktinject.support import SUPPORTED, Support
 
@@ -73,7 +74,7 @@ class BeamReplay(StockReplay):
             return outputs
         if is_first and not kept_cache.is_callers(self._cache):
             caches.give_back(self._cache)
-        outputs.past_key_values = self._view
+        setattr(outputs, compat.CACHE, self._view)
         return outputs
 
     def reorder(self, beam_idx: Tensor) -> None:
@@ -85,7 +86,7 @@ class BeamReplay(StockReplay):
         if self._runner is None:
             return
         if config.return_dict_in_generate:
-            found.past_key_values = self._cache
+            setattr(found, compat.CACHE, self._cache)
         if config.return_dict_in_generate or kept_cache.is_callers(self._cache):
             self.hand_back()
 

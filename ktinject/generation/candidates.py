@@ -47,7 +47,7 @@ class Request:
 
     @property
     def held(self) -> Any:
-        return self.model_kwargs.get("past_key_values")
+        return compat.cache_of(self.model_kwargs)
 
 
 class Drafts:

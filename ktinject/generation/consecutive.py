@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ktinject.generation.cache import FixedCache, KVBucket
 from ktinject.generation.cache_layers import ConsecutiveLayer, States, kind_of
+from ktinject.hf import compat
 from ktinject.hf.layers import Layers
 from ktinject.operators.probes import twin
 
@@ -138,7 +139,7 @@ class OneByOne:
         self._head = head_of(self._twin)
 
     def __call__(self, **inputs: Any) -> Any:
-        cache = inputs["past_key_values"]
+        cache = compat.cache_of(inputs)
         with one_by_one(self._modules, cache), noted(self._head, cache):
             return self._twin(**inputs)
 

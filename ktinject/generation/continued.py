@@ -97,12 +97,12 @@ def chunks_go_on() -> bool:
 
         def __call__(self, input_ids: Tensor, **_: Any) -> Any:
             read.append(input_ids.shape[1])
-            return SimpleNamespace(past_key_values=cache)
+            return SimpleNamespace(**{compat.CACHE: cache})
 
-    cache = SimpleNamespace(get_seq_length=lambda: 2)
+    cache = SimpleNamespace(get_seq_length=lambda: 2, is_linear=[False])
     text: Any = Text()
     ids = torch.zeros(1, 5, dtype=torch.int64)
-    inputs = {"past_key_values": cache, "attention_mask": torch.ones_like(ids)}
+    inputs = {compat.CACHE: cache, "attention_mask": torch.ones_like(ids)}
     GenerationMixin._prefill(text, ids, GenerationConfig(prefill_chunk_size=2), inputs)
     return sum(read) == 3
 

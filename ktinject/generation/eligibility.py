@@ -113,7 +113,7 @@ def request_support(
     input_ids     [b, n]
     model_kwargs  what transformers has prepared for the model
     """
-    held = model_kwargs.get("past_key_values")
+    held = compat.cache_of(model_kwargs)
     if len(input_ids) > MAX_BATCH:
         return Support.no(f"batch size {len(input_ids)}; captured are 1 to {MAX_BATCH}")
     if input_ids.device != model.device:

@@ -104,7 +104,7 @@ class _Swapped(Methods):
         stateful.validate(self, generation_mode, generation_config, generation_mode_kwargs)
 
     def _prefill(self: Any, input_ids: Any, generation_config: Any, model_kwargs: Any, **first: Any) -> Any:
-        with continued.attention(self, input_ids, model_kwargs.get("past_key_values"), generation_config):
+        with continued.attention(self, input_ids, compat.cache_of(model_kwargs), generation_config):
             return own_class(self)._prefill(self, input_ids, generation_config, model_kwargs, **first)
 
     def _beam_search(
@@ -117,7 +117,7 @@ class _Swapped(Methods):
         **model_kwargs: Any,
     ) -> Any:
         decoding: Decoding = self.ktinject_decoding
-        with _request(self, model_kwargs.get("past_key_values")) as turn:
+        with _request(self, compat.cache_of(model_kwargs)) as turn:
             recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
             recorded = recorded and beams.support(generation_config, synced_gpus)
             if decoding.explains:
@@ -180,7 +180,7 @@ class _Swapped(Methods):
                     decoding.note(speculation.how(decoding, request), recorded.reason)
                     return found
                 decoding.require(recorded)
-                model_kwargs["past_key_values"] = cache
+                model_kwargs[compat.CACHE] = cache
             stateful.require(self, generation_config, assistant_model, recorded)
             decoding.note(f"stock loop: {request.name}", recorded.reason)
             return own_class(self)._assisted_decoding(
@@ -207,7 +207,7 @@ class _Swapped(Methods):
         **model_kwargs: Any,
     ) -> Any:
         decoding: Decoding = self.ktinject_decoding
-        held = model_kwargs.get("past_key_values")
+        held = compat.cache_of(model_kwargs)
         is_kept = kept_cache.is_callers(held) or bool(generation_config.return_dict_in_generate)
         plain = read_plain(
             self,
@@ -298,7 +298,7 @@ def _run_stock_loop(
     if decoding.group is None:
         decoding.check()
     if replay is not None:
-        config, cache = arguments["generation_config"], arguments.get("past_key_values")
+        config, cache = arguments["generation_config"], compat.cache_of(arguments)
         if config.return_dict_in_generate or kept_cache.is_callers(cache):
             replay.hand_back()
         decoding.reason = replay.support.reason

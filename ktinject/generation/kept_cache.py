@@ -1,4 +1,4 @@
-"""A cache that outlives its request: the caller's own (`past_key_values`), or one that is returned.
+"""A cache that outlives its request: the caller's own (`cache`, or `past_key_values`), or one that is returned.
 
     the caller's DynamicCache ──► prefill of the new tokens ──► copied into a `FixedCache`, on which recorded steps run
                                ▲                                └─ the request ends: `hand_back` copies all its tokens
@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ktinject.generation.cache import FixedCache
 from ktinject.generation.cache_layers import ALL_TOKENS, kind_of, kind_support, tensors_of
+from ktinject.hf import compat
 from ktinject.support import SUPPORTED, Support
 
 
@@ -32,7 +33,7 @@ def is_callers(cache: Any) -> bool:
 def callers_support(model: PreTrainedModel, cache: Any) -> Support:
     """Whether recorded steps can take over a cache of the caller's, and hand it back."""
     if type(cache) is not DynamicCache:
-        return Support.no(f"the cache is the caller's own (past_key_values), a {type(cache).__name__}")
+        return Support.no(f"the cache is the caller's own ({compat.CACHE}), a {type(cache).__name__}")
     if not (kind := kind_support(cache)):
         return kind
     own = DynamicCache(config=model.config.get_text_config(decoder=True))

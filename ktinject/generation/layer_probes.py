@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ktinject.hf import compat
 from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import refusal_of
 from ktinject.support import SUPPORTED, Support
@@ -70,7 +71,7 @@ def is_pre_norm(layer: nn.Module, names: Sequence[str]) -> Support:
         names[2]: _Stub(lambda x: torch.tanh(x - 0.5)),
         names[3]: _Stub(lambda x: x * x),
     }
-    arguments = dict.fromkeys(("attention_mask", "position_ids", "past_key_values", "position_embeddings"))
+    arguments = dict.fromkeys(("attention_mask", "position_ids", compat.CACHE, "position_embeddings"))
     try:
         try:
             found = _run(layer, children, x, use_cache=True, **arguments)

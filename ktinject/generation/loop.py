@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ktinject.hf import compat
+
 
 class Step(Protocol):
     """Makes the next token of each row, given those that it made before, and leaves it in `result`."""
@@ -128,9 +130,9 @@ def logits_of(model: Callable[..., Any], ids: Tensor, mask: Any, positions: Tens
         input_ids=ids,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
         use_cache=True,
         return_dict=True,
+        **{compat.CACHE: cache},
     )
     logits: Tensor = outputs.logits
     return logits

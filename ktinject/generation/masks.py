@@ -23,6 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ktinject.errors import OperatorError
 from ktinject.generation.cache import KVBucket, begin_of_chunk, first_tokens
 from ktinject.generation.cache_layers import BucketLayer, LayerKind, States, kinds_of
+from ktinject.hf import compat
 from ktinject.hf.layers import Layers
 from ktinject.operators.probes import twin
 from ktinject.support import Support
@@ -238,8 +239,8 @@ class _Probe:
             input_ids=torch.zeros(_ROWS, 1, dtype=torch.int64, device=self._device),
             attention_mask=mask,
             position_ids=torch.full((_ROWS, 1), self._position, device=self._device),
-            past_key_values=KVBucket(layers, cache_position, {}, {}, [None] * len(layers)),
             use_cache=True,
+            **{compat.CACHE: KVBucket(layers, cache_position, {}, {}, [None] * len(layers))},
         )
         return list(self._given)
 

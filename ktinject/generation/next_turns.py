@@ -24,6 +24,7 @@ from ktinject.generation.decoding import Decoding
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.steps import tokens_in
 from ktinject.generation.turn_pass import TurnPass
+from ktinject.hf import compat
 from ktinject.operators.offload import lent
 
 logger = logging.getLogger("ktinject")
@@ -44,7 +45,7 @@ def read(
     Returns       the runner, which holds the whole text, and the logits [1, v] behind it; None: nothing was done
     """
     decoding: Decoding = model.ktinject_decoding
-    held, runner = model_kwargs.get("past_key_values"), decoding.runners.get(1)
+    held, runner = compat.cache_of(model_kwargs), decoding.runners.get(1)
     before = tokens_in(held)
     passes: TurnPass | None = None if runner is None else runner.turns
     if runner is None or passes is None or not _is_whole_text(input_ids, before, config, model_kwargs):

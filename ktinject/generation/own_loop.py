@@ -64,7 +64,7 @@ def run(
     """
     decoding: Decoding = model.ktinject_decoding
     new_tokens = max(1, plain.max_length - input_ids.shape[1])
-    held = model_kwargs.get("past_key_values")
+    held = compat.cache_of(model_kwargs)
     before = tokens_in(held)
     turn = next_turns.read(model, input_ids, config, model_kwargs, new_tokens) if recorded else None
     if turn is not None:
@@ -115,7 +115,7 @@ def run(
     if not plain.is_dict:
         return tokens
     return compat.GenerateDecoderOnlyOutput(
-        sequences=tokens, past_key_values=cache, **step.records.first(steps)
+        sequences=tokens, **{compat.CACHE: cache}, **step.records.first(steps)
     )
 
 
@@ -132,7 +132,7 @@ def _prefilled(
     decoding: Decoding = model.ktinject_decoding
     outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
     logits = last_logits(outputs, input_ids)
-    cache = outputs.get("past_key_values")
+    cache = outputs.get(compat.CACHE)
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     del outputs
     runner, positions = None, None

@@ -115,7 +115,7 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
     outputs = model._prefill(input_ids, config, {**model_kwargs, **drafts.asks}, is_first_iteration=True)
     logits = last_logits(outputs, input_ids)
     hidden = outputs.hidden_states[-1][0] if drafts.asks else None
-    cache = outputs.get("past_key_values")
+    cache = outputs.get(compat.CACHE)
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     del outputs
     mask = model_kwargs.get("attention_mask")
@@ -159,7 +159,7 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
     recorded = Support.no(reason) if reason else _tried(steps.support)
     if not config.return_dict_in_generate:
         return tokens, recorded
-    found = compat.GenerateDecoderOnlyOutput(sequences=tokens, past_key_values=cache, **loop.records())
+    found = compat.GenerateDecoderOnlyOutput(sequences=tokens, **{compat.CACHE: cache}, **loop.records())
     return found, recorded
 
 

@@ -28,7 +28,7 @@ _MADE = frozenset(
         "input_ids",
         "attention_mask",
         "position_ids",
-        "past_key_values",
+        compat.CACHE,
         "use_cache",
         "logits_to_keep",
         "return_dict",
@@ -103,9 +103,9 @@ def step_support(model: PreTrainedModel, inputs: Mapping[str, Any], positions: T
         return Support.no(f"the model gets {', '.join(names)}")
 
     def logits(model: Any, given: dict[str, Any]) -> Tensor:
-        own = copy.deepcopy(inputs["past_key_values"])
+        own = copy.deepcopy(inputs[compat.CACHE])
         with torch.no_grad():
-            found: Tensor = model(**{**given, "past_key_values": own, "return_dict": True}).logits[:, -1]
+            found: Tensor = model(**{**given, compat.CACHE: own, "return_dict": True}).logits[:, -1]
         return found.float()
 
     ours = {name: value for name, value in inputs.items() if name in _MADE}

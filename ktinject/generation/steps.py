@@ -16,6 +16,7 @@ from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.sampling import Sampler
+from ktinject.hf import compat
 from ktinject.support import SUPPORTED, Support
 
 
@@ -249,7 +250,7 @@ class StockReplay:
             logits = self._runner.found[:, None]
             if (group := self._model.ktinject_decoding.group) is not None:
                 group.raise_if_failed(logits)
-            return CausalLMOutputWithPast(logits=logits, past_key_values=inputs["past_key_values"])
+            return CausalLMOutputWithPast(logits=logits, **{compat.CACHE: inputs[compat.CACHE]})
         outputs = self._model(**inputs)
         if ids.shape[1] == 1:
             self._shape = outputs.logits[:, -1] if self._steps == 0 else None
@@ -261,7 +262,7 @@ class StockReplay:
         self._support = decoding.model_support()
         if not self._support:
             return None
-        cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
+        cache, mask = inputs[compat.CACHE], inputs.get("attention_mask")
         length = int(cache.get_seq_length())
         mask = _mask_of_tokens(mask, length + 1)
         self._support = mask_support(mask, length)

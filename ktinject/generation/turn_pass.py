@@ -33,6 +33,7 @@ from ktinject.generation.cache_layers import ALL_TOKENS, BucketLayer
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.masks import Masks
 from ktinject.generation.piecewise_graph import PiecewiseGraph, Stages
+from ktinject.hf import compat
 from ktinject.operators.offload import submits
 from ktinject.operators.torch_ops.packed_attention import causal_mask
 from ktinject.support import SUPPORTED, Support
@@ -244,10 +245,11 @@ class TurnPass:
         first, others = (_EXACT, _EXACT) if is_exact else (_FIRST_TOLERANCE, _TOLERANCE)
         cache = DynamicCache(config=model.config)
         new = text[:, held:]
+        asked = {compat.CACHE: cache, "use_cache": True, "logits_to_keep": 1}
         with continued.unplanned(model, text.shape[1] ** 2):
-            model(input_ids=text[:, :held], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=text[:, :held], **asked)
             self._runner.begin(cache, held, None, None)
-            wanted = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            wanted = model(input_ids=new, **asked).logits
         ours, wanted = self(new), wanted[:, -1]
         errors = [_relative(ours, wanted.float(), (1,)).max() / others]
         for index, (layer, tensors) in enumerate(zip(cache.layers, self._runner.cache.layers)):

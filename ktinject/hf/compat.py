@@ -33,7 +33,7 @@ import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -41,8 +41,22 @@ from ktinject.errors import PlanError
 from ktinject.hf.private import SET, THERE, Private
 from ktinject.support import SUPPORTED, Support
 
-VERSIONS = "transformers>=5.17,<5.24"  # as pyproject.toml has it
-TESTED = ("5.17.0", "5.23.0")
+VERSIONS = "transformers>=5.17,<5.25"  # as pyproject.toml has it
+TESTED = ("5.17.0", "5.24.0")
+
+# The argument of models, layers and `generate` that is their cache of keys, values and states, and the field of outputs
+# that holds it. Before 5.24, layers that have states alone took theirs as "cache_params".
+_SINCE_5_24 = tuple(map(int, metadata.version("transformers").split(".")[:2])) >= (5, 24)
+CACHE = "cache" if _SINCE_5_24 else "past_key_values"
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the keyword arguments of a model or a layer; None if there is none.
+
+    By any of its names: who calls a model may still use an older one.
+    """
+    return next((found for name in CACHE_NAMES if (found := arguments.get(name)) is not None), None)
 
 
 def _each(owner: str, names: str, signature: str, used_for: str) -> Iterator[Private]:
@@ -75,7 +89,7 @@ _READING = "(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n
 _NEXT = "(self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1)"
 _VALIDATE = "(self, generation_mode, generation_config, generation_mode_kwargs)"
 _PREFILL = "input_ids, generation_config, model_kwargs"
-_ANSWER = "(*, sequences, scores, logits, past_key_values)"
+_ANSWER = f"(*, sequences, scores, logits, {CACHE})"
 _PREPARE = "(self, input_ids, next_sequence_length=None, **kwargs)"
 _RENAME = "(source_key, weight_renamings, weight_converters, base_model_prefix=None, meta_state_dict=None)"
 _ADD = "(self, target_key, source_key, source_pattern, future)"
@@ -85,6 +99,7 @@ _BATCHING = "transformers.generation.continuous_batching"
 _MANAGER = f"{_BATCHING}.continuous_api:ContinuousBatchingManager"
 _SERVE = "transformers.cli.serve:Serve"
 _SERVING = "transformers.cli.serving"
+_MODELS = "list_models" if _SINCE_5_24 else "get_gen_models"
 _REGISTER = "(model_type_or_class_name, mapping, overwrite=False)"
 _PENALTY = "RepetitionPenaltyLogitsProcessor"
 _IGNORE = "_keys_to_ignore_on_load"
@@ -363,7 +378,7 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             "how a request chooses",
         ),
         Private(_GENERATION, "_get_logits_processor", "(self, generation_config)", "what a request asks for"),
-        Private(_MANAGER, "_run_generation_loop", "(self)", "in a thread that ends with the process"),
+        Private(_MANAGER, "_run_generation_loop", THERE, "in a thread that ends with the process"),
         *_each(
             f"{_MANAGER}.__init__",
             "logit_processor output_router background_thread_status _generation_thread",
@@ -415,7 +430,7 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             f"{_SERVING}.model_manager:ModelManager.__init__", "loaded_models force_model", SET, "one model"
         ),
         Private(f"{_SERVING}.model_manager:ModelManager", "process_model_name", "(model_id)", "its name"),
-        Private(f"{_SERVING}.model_manager:ModelManager", "get_gen_models", THERE, "the list of models"),
+        Private(f"{_SERVING}.model_manager:ModelManager", _MODELS, THERE, "the list of models"),
         Private(f"{_SERVING}.utils:GenerationState", "get_manager", "(self, model_id, use_cb=False)", "ours"),
         Private(
             f"{_SERVING}.utils", "get_response_template", "(processor, model)", "finds the answer's parts"

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktinject.generation.cache import bucket_of
-from ktinject.hf import models
+from ktinject.hf import compat, models
 from ktinject.hf.layers import Layers
 from ktinject.machine import device_of
 from ktinject.operators.probes.answer import Memory, key_of_value, refusal_of
@@ -222,7 +222,7 @@ def _run(config: PreTrainedConfig, kinds: Sequence[tuple[Any, ...]]) -> tuple[in
             twin = models.meta_model(_shortened(config, count), torch.bfloat16)
             ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
             with torch.no_grad():
-                cache = twin(input_ids=ids, use_cache=True).past_key_values
+                cache = getattr(twin(input_ids=ids, use_cache=True), compat.CACHE)
             found = [_values(layer) // _TOKENS for layer in cache.layers]
             return tuple(found[kinds.index(kind)] for kind in kinds)
         except (

@@ -248,7 +248,7 @@ class Batches:
                 generation_config=config,
                 streamer=_Relay(request),
                 tokenizer=self._tokenizer,
-                past_key_values=cache,
+                **{compat.CACHE: cache},
                 **request.arguments,
             )
             if cache is not None:

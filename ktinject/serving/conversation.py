@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 
 from ktinject.errors import PlanError
 from ktinject.generation.cache_layers import ALL_TOKENS, kind_of, kind_support
-from ktinject.hf import pictures
+from ktinject.hf import compat, pictures
 from ktinject.tools import evaluate
 
 Message = dict[str, Any]  # as hf/pictures.py has them
@@ -158,7 +158,7 @@ class Conversation:
                 streamer=streamer,
                 max_new_tokens=most,
                 **self.options,
-                **(pictures.placed(more, self.model) if more else {"past_key_values": self._cache}),
+                **(pictures.placed(more, self.model) if more else {compat.CACHE: self._cache}),
             )[0].tolist()
             if not more:
                 self._ids = found[: self._cache.get_seq_length()]

@@ -65,7 +65,7 @@ def application(
     manager.force_model = name
     manager.process_model_name = lambda model_id: model_id
     listed = [{"id": name, "object": "model", "created": int(time.time()), "owned_by": "ktinject"}]
-    manager.get_gen_models = lambda: listed
+    manager.list_models = manager.get_gen_models = lambda: listed  # before transformers 5.24 the latter
     ours = _manager(metrics, batches)
     serve._generation_state.get_manager = lambda model_id, use_cb=False: ours
     for path, handler in (

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ktinject.errors import OperatorError, PlanError
-from ktinject.hf import pictures
+from ktinject.hf import compat, pictures
 
 CHUNK_BYTES = 64 << 20
 """Bytes of one fp64 piece of logits; a few such pieces live at once."""
@@ -248,8 +248,8 @@ def _decoded(model: PreTrainedModel, pieces: list[Tensor]) -> Iterator[tuple[Ten
         for at in range(text.shape[1] - 1):
             with torch.inference_mode():
                 step = text[:, at : at + 1].to(model.device)
-                out = model(input_ids=step, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+                out = model(input_ids=step, use_cache=True, **{compat.CACHE: cache})
+            cache = getattr(out, compat.CACHE)
             yield out.logits[:, -1], text[:, at + 1]
 
 

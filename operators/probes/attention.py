@@ -16,7 +16,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from ktinject.errors import few
+from ktinject.hf import compat
 from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import Memory, PassingRefusal, answered_once, key_of, refusal_of
 from ktinject.operators.probes.comparison import Tolerance, difference
@@ -102,7 +102,7 @@ def formula(
     hidden_states: Tensor,
     position_embeddings: Positions,
     attention_mask: Tensor,
-    past_key_values: Cache | None,
+    cache: Cache | None,
 ) -> Tensor:
     """The formula above on the module's children: hidden_states [b, m, hidden] → [b, m, hidden]."""
     heads = (spec.num_heads, -1)
@@ -118,8 +118,8 @@ def formula(
     )
     latent = module.kv_a_layernorm(latent)
     q_rope, k_rope = (rotate(spec.rope, part, position_embeddings) for part in (q_rope, k_rope))
-    if past_key_values is not None:
-        latent, k_rope = past_key_values.update(latent, k_rope, spec.layer_idx)
+    if cache is not None:
+        latent, k_rope = cache.update(latent, k_rope, spec.layer_idx)
     kv = module.kv_b_proj(latent[:, 0]).unflatten(-1, heads).transpose(1, 2)
     k_nope, v = kv.split([spec.qk_nope_head_dim, spec.v_head_dim], -1)
     scores = spec.scaling * (q_nope @ k_nope.mT + q_rope @ k_rope.mT) + attention_mask
@@ -293,13 +293,17 @@ def _difference(module: nn.Module, spec: LatentSpec) -> float:
             return result[0] if isinstance(result, tuple) else result
 
         cache = _OneLayer()
-        outputs = [call(at(0, 6) | {"past_key_values": None})]
-        outputs += [call(at(*part) | {"past_key_values": cache}) for part in ((0, 5), (5, 6))]
+        outputs = [call(at(0, 6) | {compat.CACHE: None})]
+        outputs += [call(at(*part) | {compat.CACHE: cache}) for part in ((0, 5), (5, 6))]
         layer: Any = cache.layers[0]
         return [*outputs, layer.keys, layer.values]
 
     taken = inspect.signature(type(module).forward).parameters
     keywords = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    theirs = run(module, (*at(0, 6), "past_key_values") if keywords else taken)
-    ours = run(partial(formula, module, spec), inspect.signature(formula).parameters)
+    theirs = run(module, (*at(0, 6), compat.CACHE) if keywords else taken)
+
+    def ours_by(**given: Any) -> Tensor:
+        return formula(module, spec, cache=given.pop(compat.CACHE), **given)
+
+    ours = run(ours_by, (*inspect.signature(formula).parameters, compat.CACHE))
     return max(difference(a, b) for a, b in zip(theirs, ours))

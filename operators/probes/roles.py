@@ -16,13 +16,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktinject.errors import OperatorError
+from ktinject.hf import compat
 from ktinject.hf.layers import Layers
 from ktinject.operators.probes import attention, dense_mlp, experts, moe_block, norm, router
 from ktinject.operators.probes.answer import PassingRefusal
 from ktinject.rules import ELSEWHERE, ROLES
 from ktinject.support import SUPPORTED, Support
 
-_CACHES = {"past_key_values", "past_key_value", "cache_params"}
+_CACHES = {*compat.CACHE_NAMES, "past_key_value"}
 
 
 class Roles:

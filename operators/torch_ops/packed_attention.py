@@ -19,8 +19,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import Cache
 
 from ktinject.errors import OperatorError
+from ktinject.hf import compat
 from ktinject.operators.torch_ops import cpu_attention
 from ktinject.support import SUPPORTED, Support
 
@@ -70,15 +72,28 @@ class Packed:
 
     def __init__(self, extra: Mapping[str, Any]) -> None:
         self._extra = dict(extra)
-        self.cache = extra["cache"]
+        self.cache = extra.get("cache")
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Packed | None:
         """None where requests are not packed."""
-        return None if extra.get("cache") is None else cls(extra)
+        # Since transformers 5.24 every cache has this name.
+        is_paged = not isinstance(extra.get("cache"), Cache | None)
+        return cls(extra) if is_paged else None
+
+    @classmethod
+    def of_attention(cls, extra: Mapping[str, Any]) -> Packed | None:
+        """As `of`, from what transformers' interface of attention gets.
+
+        Since transformers 5.24 the layer writes to the cache by itself, and gives lengths and all keys on.
+        """
+        is_written = compat.CACHE == "cache" and "cu_seq_lens_q" in extra
+        return cls(extra) if is_written else cls.of(extra)
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Write new keys and values [1, h, tokens, d]; gives those of all texts [1, h, all their tokens, d]."""
+        if self.cache is None:  # they are
+            return keys, values
         if takes_kwargs(type(self.cache)):
             return self.cache.update(keys, values, layer, self._extra)
         found = self.cache.update(keys, values, layer, self._extra["read_index"], self._extra["write_index"])
@@ -98,8 +113,10 @@ class Packed:
             ends, longest = ends[kind], longest[kind]
         return self._extra["cu_seq_lens_q"], ends, self._longest("q"), longest
 
-    def kind(self, layer: int) -> str:
-        """What the cache takes a layer for."""
+    def kind(self, layer: int) -> str | None:
+        """What the cache takes a layer for; None where that is not said any more, and `update` has gone by it."""
+        if self.cache is None:
+            return None
         if takes_kwargs(type(self.cache)):
             return str(self.cache.layer_to_allocator[layer].layer_type)
         return SLIDING if self.cache.sliding_windows[layer] > 1 else FULL
@@ -172,7 +189,7 @@ def forward(
 
     Raises  OperatorError for what it does not compute, or requests that are not packed
     """
-    packed = Packed.of(kwargs)
+    packed = Packed.of_attention(kwargs)
     if packed is None or query.shape[0] != 1:
         raise OperatorError(
             f"{NAME} is for packed requests alone, see generate_batch. Use attention 'sdpa' or 'eager'."
@@ -184,7 +201,7 @@ def forward(
             )
     window = (getattr(module, "sliding_window", None) if sliding_window is None else sliding_window) or None
     layer: int = module.layer_idx  # type: ignore[assignment]
-    if packed.kind(layer) != (FULL if window is None else SLIDING):
+    if packed.kind(layer) not in (None, FULL if window is None else SLIDING):
         raise OperatorError(
             f"{NAME}: layer {layer} has a window of {window} tokens, and the paged cache takes it for "
             f"{packed.kind(layer)}."

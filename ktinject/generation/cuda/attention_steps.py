@@ -14,6 +14,7 @@ from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Cache, Norm
 from ktinject.generation.cuda.projections import Step, norm_of, project, weight_of
 from ktinject.generation.layer_spec import AttentionSpec, GroupedAttentionSpec, LatentAttentionSpec
+from ktinject.hf import compat
 from ktinject.operators.absorbed_mla import AbsorbedMla
 
 
@@ -121,7 +122,7 @@ def attention_of(spec: AttentionSpec, module: Any, block_counts: Tensor) -> _Att
 
 def cache_of(spec: AttentionSpec, module: Any, hidden_states: Tensor, args: Any, kwargs: Any) -> Cache | None:
     """The cache and mask of a captured step's attention; None if the call is not one of a captured step."""
-    held, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    held, mask = compat.cache_of(kwargs), kwargs.get("attention_mask")
     if hidden_states.shape[1] != 1 or args or not isinstance(kwargs.get("position_embeddings"), tuple):
         return None
     if mask is None or not isinstance(held, KVBucket):

@@ -18,6 +18,7 @@ from ktinject.generation.cuda.decode_ops import Norm
 from ktinject.generation.cuda.delta_ops import Projected, States, Weights
 from ktinject.generation.cuda.projections import Step, project, weight_of
 from ktinject.generation.layer_spec import GatedDeltaSpec
+from ktinject.hf import compat
 
 # (x [b, hidden], the layer's states, the step's cache) → what a mixer gives before its output projection [b, n].
 Mix = Callable[[Tensor, "tuple[Tensor, ...]", KVBucket], Tensor]
@@ -61,16 +62,11 @@ class GatedDelta:
         return mixed
 
 
-def cache_of(kwargs: Any) -> Any:
-    """What a call of a layer with states has for a cache."""
-    return kwargs.get("past_key_values", kwargs.get("cache_params"))
-
-
 def states_of(
     layer_idx: int, count: int, hidden_states: Tensor, args: Any, kwargs: Any
 ) -> tuple[Tensor, ...] | None:
     """The `count` states of a layer of a captured step; None if the call is not one of a captured step."""
-    held = cache_of(kwargs)
+    held = compat.cache_of(kwargs)
     if not isinstance(held, KVBucket) or kwargs.get("attention_mask") is not None:
         return None
     if hidden_states.shape[1] != 1 or args:
@@ -87,7 +83,7 @@ def state_step(module: Any, layer_idx: int, count: int, most: int | None, mix: M
     own = functools.partial(type(module).forward, module)
 
     def step(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        states, cache = states_of(layer_idx, count, hidden_states, args, kwargs), cache_of(kwargs)
+        states, cache = states_of(layer_idx, count, hidden_states, args, kwargs), compat.cache_of(kwargs)
         if states is None or (most is not None and len(hidden_states) > most):
             forward = alone(own, cache, layer_idx) if is_of_one_text(cache) else own
             return forward(hidden_states, *args, **kwargs)

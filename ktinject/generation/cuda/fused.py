@@ -33,6 +33,7 @@ from ktinject.generation.cuda.fused_steps import connect, step_of
 from ktinject.generation.cuda.projections import Step
 from ktinject.generation.layer_spec import DecoderLayerSpec, GatedDeltaSpec, GroupedAttentionSpec, PartSpec
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
+from ktinject.hf import compat
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
@@ -114,7 +115,7 @@ class Fused:
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's output. In the first call, known modules only compare, and their own forward gives the result."""
-        cache = inputs.get("past_key_values")
+        cache = compat.cache_of(inputs)
         checking, is_one_text = not self._checked, consecutive.is_of_one_text(cache)
         # Modules are compared on rows of several texts, or of one token.
         steps = {} if checking and is_one_text else self._steps
@@ -192,7 +193,7 @@ def _layer_index(spec: PartSpec) -> int | None:
 
 def _states(kwargs: Mapping[str, Any], index: int | None) -> tuple[Tensor, ...]:
     """The states of fixed size that a part changes; one that is computed twice must find them as they were."""
-    cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
+    cache = compat.cache_of(kwargs)
     return cache.states_of(index) if isinstance(cache, KVBucket) and index is not None else ()
 
 

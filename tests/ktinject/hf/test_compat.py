@@ -6,6 +6,7 @@ import ast
 import copy
 import importlib.util
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -306,8 +307,8 @@ def test_loading_is_refused_by_name(
         target, staticmethod(lambda files: None) if "Model." in target else lambda files: None
     )
     message = (
-        rf"^loading: in transformers [\d.]+ and torch \S+, {fault}\. Supported is transformers>=5\.17,<6, tested with "
-        r"5\.17\.0 and .*\. Install one of those: pip install 'transformers==.*'\.$"
+        rf"^loading: in transformers [\d.]+ and torch \S+, {fault}\. Supported is {re.escape(compat.VERSIONS)}, tested "
+        r"with 5\.17\.0 and .*\. Install one of those: pip install 'transformers==.*'\.$"
     )
     for call in (
         lambda: ktinject.load(folder, [EXPERTS], devices="cpu", progress=False),

@@ -107,6 +107,7 @@ ANY_CONFIG = {
 }
 NOT_SERVED = {
     "Inkling2Experts": "its gate is none of",  # tanh softcaps
+    "Inkling2LoopExperts": "its gate is none of",  # the same
     "MuseSparkExperts": "has_post_expert_norm",
 }
 
