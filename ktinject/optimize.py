@@ -35,6 +35,7 @@ from ktinject.loading import progress as loading
 from ktinject.loading.packed_cache import PackedCache
 from ktinject.machine import Machine
 from ktinject.operators.offload import lent
+from ktinject.planning import narrow
 from ktinject.planning.devices import Budget, one_budget, suppose
 from ktinject.planning.plan import Plan
 from ktinject.planning.planner import check_class, check_experts, make
@@ -248,6 +249,7 @@ def _optimize(
                     "cache: the model has its weights, and no checkpoint that packed ones could be kept for. "
                     "Give checkpoint=<folder>, or leave cache out."
                 )
+            narrow.routers(model, source, decided.mapping)
             if group is not None:
                 tensor_parallel.apply(model, decided.styles, group.size)
             _make_room(decided)

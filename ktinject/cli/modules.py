@@ -19,12 +19,15 @@ def command(
     Paths that differ in the numbers of layers share a line. Bytes include what lies inside the modules. Reads only
     headers.
     """
+    from ktinject.planning import narrow
     from ktinject.planning.devices import show_bytes
     from ktinject.tools import catalogue
 
     with options.answers(as_json):
         options.load_plugins(plugins)
-        found = catalogue.modules(options.build_on_meta(model, dtype))
+        on_meta = options.build_on_meta(model, dtype)
+        narrow.routers(on_meta, None, None)
+        found = catalogue.modules(on_meta)
     if as_json:
         options.show_json([dataclasses.asdict(kind) for kind in found])
         return

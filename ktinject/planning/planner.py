@@ -25,7 +25,7 @@ from ktinject.hf.extras import check_patterns
 from ktinject.hf.key_map import KeyMap, key_map
 from ktinject.hf.layers import Layers, has_routed_experts
 from ktinject.machine import Machine
-from ktinject.planning import match, memory
+from ktinject.planning import match, memory, narrow
 from ktinject.planning.devices import Budget, Devices
 from ktinject.planning.layout import Layout
 from ktinject.planning.match import grouped
@@ -81,21 +81,24 @@ def make(
     if checkpoint is not None:
         mapping = _check_checkpoint(model, checkpoint, check_patterns(ignore))
         modules = [with_checkpoint_format(module, checkpoint, mapping) for module in modules]
-    has_weights = checkpoint is None and not next(model.parameters()).is_meta
-    styles = {} if group is None else _cut(model, modules, has_weights, group)
-    if group is not None:
-        modules = [for_ranks(module, styles.get(module.path), group.size) for module in modules]
-    candidates = ((_stands_on(model, where, devices),),) if has_weights else where.candidates
-    cuts: dict[str, Cut] = {}
-    with tensor_parallel.applied(model, styles, 1 if group is None else group.size):
-        if group is not None and mapping is not None:
-            cuts = tensor_parallel.key_cuts(model, styles, mapping, group)
-        layers = Layers(model)
-        kv_values = tensor_parallel.cached_values(memory.cached_values(model), layers.of, styles, group)
-        search = Search(model, machine, layers.decoder, group, candidates, has_weights, kv_values)
-        found = search.run(modules, where, tokens)
-        chosen = found.layout
-        remedies = [] if chosen.fits else find_remedies(search, found.level.modules, where, tokens, chosen)
+    with narrow.narrowed(model, checkpoint, mapping):
+        has_weights = checkpoint is None and not next(model.parameters()).is_meta
+        styles = {} if group is None else _cut(model, modules, has_weights, group)
+        if group is not None:
+            modules = [for_ranks(module, styles.get(module.path), group.size) for module in modules]
+        candidates = ((_stands_on(model, where, devices),),) if has_weights else where.candidates
+        cuts: dict[str, Cut] = {}
+        with tensor_parallel.applied(model, styles, 1 if group is None else group.size):
+            if group is not None and mapping is not None:
+                cuts = tensor_parallel.key_cuts(model, styles, mapping, group)
+            layers = Layers(model)
+            kv_values = tensor_parallel.cached_values(memory.cached_values(model), layers.of, styles, group)
+            search = Search(model, machine, layers.decoder, group, candidates, has_weights, kv_values)
+            found = search.run(modules, where, tokens)
+            chosen = found.layout
+            remedies = (
+                [] if chosen.fits else find_remedies(search, found.level.modules, where, tokens, chosen)
+            )
     plan = Plan(
         model=type(model).__name__,
         model_type=model.config.model_type,

@@ -158,6 +158,39 @@ def _compare(module: nn.Module) -> RouterSpec | Support:
     return RouterSpec(n, k, has_bias)
 
 
+def computes_in_fp32(module: nn.Module) -> bool:
+    """Whether the router gives the same bits for a bf16 weight as for an fp32 one of the same values."""
+    return not isinstance(_in_fp32(module), Support)
+
+
+@answered_once
+def _in_fp32(module: nn.Module) -> RouterSpec | Support:
+    found = probe(module)
+    if isinstance(found, Support):
+        return found
+    try:
+        with twin.on_cpu():
+            return (
+                found if _is_same_in_bf16(module) else Support.no("it rounds its product with a bf16 weight")
+            )
+    except Exception as error:
+        return refusal_of(error, "its forward cannot be tried out")
+
+
+def _is_same_in_bf16(module: nn.Module) -> bool:
+    random = torch.Generator("cpu").manual_seed(0)
+    n, k = module.get_parameter("weight").shape
+    drawn = {name: torch.randn(p.shape, generator=random).bfloat16() for name, p in module.named_parameters()}
+    buffers = {name: torch.randn(b.shape, generator=random) * 0.1 for name, b in module.named_buffers()}
+    x = torch.randn(7, k, generator=random).bfloat16()
+    beside = [0.1 * torch.randn(n, generator=random) for _ in _corrections(module)]
+    narrow, wide = (
+        _tensors(twin.of(module, tensors={**drawn, **buffers, "weight": weight})(x, *beside))
+        for weight in (drawn["weight"], drawn["weight"].float())
+    )
+    return len(narrow) == len(wide) and all(map(torch.equal, narrow, wide))
+
+
 def _corrections(module: nn.Module) -> list[str]:
     """What the forward takes behind the rows: a correction of the choice [experts], which the block holds."""
     taken = [*inspect.signature(type(module).forward).parameters.values()][2:]

@@ -111,7 +111,7 @@ def test_native_steps_behind_images(name: str, tmp_path: Path) -> None:
         pytest.skip(f"this transformers has no {name}")
     # All experts are taken, so none can turn over.
     plain = multimodal.tiny(name, num_experts_per_tok=6, n_group=1, topk_group=1)
-    model = load(saved(plain, tmp_path), dtype="bfloat16")
+    model = load(saved(plain.bfloat16(), tmp_path), dtype="bfloat16")
     prompt: dict[str, Any] = {"input_ids": IDS}
     if name in IMAGES:
         prompt = multimodal.image_prompt(name, rows=2, padding=3)

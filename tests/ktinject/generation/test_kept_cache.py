@@ -25,6 +25,7 @@ from transformers import DynamicCache, DynamicLayer, StaticCache
 from waiting import ctrl_c_ends
 
 from ktinject.generation import decoding, graph_runner, kept_cache
+from ktinject.hf import compat
 
 torch.set_num_threads(1)
 MORE = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
@@ -410,7 +411,7 @@ def test_a_static_cache_stays_with_the_model_s_own_steps(models: Pair) -> None:
     assert torch.equal(*answers)
     decoding = models.model.ktinject_decoding
     assert decoding.last == "eager loop"
-    assert decoding.reason == "the cache is the caller's own (past_key_values), a StaticCache"
+    assert decoding.reason == f"the cache is the caller's own ({compat.CACHE}), a StaticCache"
 
 
 def test_a_cache_of_another_dtype_stays_with_the_model_s_own_steps(models: Pair) -> None:

@@ -26,6 +26,7 @@ from ktinject.generation import cache_layers, layer_spec
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.layer_spec import DenseSpec, GroupedAttentionSpec, MoeSpec
 from ktinject.generation.recurrent_spec import ShortConvolutionSpec
+from ktinject.hf import compat
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 from tests.models import AVAILABLE, tiny
 
@@ -193,7 +194,7 @@ class TestRefusals:
         def change(self: Any, out: Tensor, kwargs: Any) -> Tensor:
             if what == "output":
                 return out * 0.8
-            for state in cache_layers.tensors_of(kwargs["past_key_values"].layers[0]):
+            for state in cache_layers.tensors_of(compat.cache_of(kwargs).layers[0]):
                 state.mul_(0.8)
             return out
 

@@ -24,6 +24,7 @@ import ktinject
 from ktinject.generation import cache_layers, layer_spec, masks
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.layer_spec import GatedDeltaSpec, GroupedAttentionSpec
+from ktinject.hf import compat
 from tests.models import tiny
 
 torch.set_num_threads(1)
@@ -250,7 +251,7 @@ class TestOtherLayers:
 
         def change(self: Any, own: Any, args: Any, kwargs: Any) -> Tensor:
             out: Tensor = own(self, *args, **kwargs)
-            _, state = cache_layers.tensors_of(kwargs["cache_params"].layers[0])
+            _, state = cache_layers.tensors_of(compat.cache_of(kwargs).layers[0])
             state.mul_(0.8)
             return out
 

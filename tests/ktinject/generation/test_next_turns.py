@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import ktinject
 from ktinject.generation import batching, next_turns, turn_pass
+from ktinject.hf import compat
 from ktinject.operators.torch_ops.packed_attention import causal_mask
 from ktinject.support import SUPPORTED
 
@@ -219,7 +220,7 @@ def test_what_no_pass_is_for(small: None, monkeypatch: pytest.MonkeyPatch) -> No
     talk.turn(0)
     talk.turn(3)
     ids = torch.cat([talk.text, talk.some(3, 5)], dim=1)
-    kwargs = {"past_key_values": talk.cache, "attention_mask": torch.ones_like(ids)}
+    kwargs = {compat.CACHE: talk.cache, "attention_mask": torch.ones_like(ids)}
     config = talk.model.generation_config
     read = next_turns.read
     assert read(talk.model, ids, config, kwargs, 4) is not None
@@ -231,7 +232,7 @@ def test_what_no_pass_is_for(small: None, monkeypatch: pytest.MonkeyPatch) -> No
         {"attention_mask": torch.ones(1, ids.shape[1] + 1)},  # of a prompt that is only what is new
         {"position_ids": shifted},
         {"pixel_values": torch.ones(1)},
-        {"past_key_values": DynamicCache(config=talk.model.config)},
+        {compat.CACHE: DynamicCache(config=talk.model.config)},
     ):
         assert read(talk.model, ids, config, {**kwargs, **change}, 4) is None, change
     chunks = copy.copy(config)

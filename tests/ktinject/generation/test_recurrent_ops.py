@@ -18,6 +18,7 @@ from ktinject.generation.cuda.decode_ops import Norm
 from ktinject.generation.cuda.delta_ops import States
 from ktinject.generation.cuda.recurrent_ops import Mamba2Weights
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
+from ktinject.hf import compat
 
 NEMOTRON = {"layers_block_type": ["mamba", "attention"], "conv_kernel": 3}
 GRANITE = {"layer_types": ["mamba", "attention"], "hidden_size": 64}
@@ -104,7 +105,8 @@ class TestRecurrent:
         module.out_proj = nn.Identity()
         cache, make = DynamicCache(config=config), {"device": "cuda", "dtype": dtype}
         hidden = module.in_proj.in_features
-        name = "cache_params" if isinstance(spec, Mamba2Spec) else "past_key_values"
+        is_older = isinstance(spec, Mamba2Spec) and compat.CACHE != "cache"
+        name = "cache_params" if is_older else compat.CACHE
         module(torch.randn(rows, 5, hidden, **make), **{name: cache})
         ours = tuple(tensor.clone() for tensor in states_of(cache))
         counts = torch.zeros(rows * 4, dtype=torch.int32, device="cuda")

@@ -6,6 +6,7 @@ captured.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from test_fused import layered
 from test_layer_kinds import CASES, TWO_KINDS, WINDOW, HostDecisions, model_of
 from torch import Tensor
+from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from ktinject.generation import consecutive
@@ -134,6 +136,24 @@ class Text:
         return [*held, [tensor.clone() for tensor in (*counters, *cache.places.values())]]
 
 
+@functools.cache
+def rows_are_independent() -> bool:
+    """Whether torch's products give a row the same bits beside any other rows. Some CPUs have kernels for few rows."""
+    random = torch.Generator().manual_seed(0)
+    rows, weight = torch.randn(8, 64, generator=random), torch.randn(40, 64, generator=random)
+    whole = functional.linear(rows, weight)
+    return all(torch.equal(functional.linear(rows[:m], weight), whole[:m]) for m in range(1, 9))
+
+
+def assert_same(mine: Tensor, theirs: Tensor) -> None:
+    """To the bit, but for roundings where the number of rows of an expert decides how they are summed."""
+    if rows_are_independent() or not mine.is_floating_point():
+        assert torch.equal(mine, theirs)
+    else:
+        largest = float(theirs[theirs.isfinite()].abs().max())
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5 * largest)
+
+
 def check(model: PreTrainedModel, *, in_rows: bool = False) -> None:
     """Compare with steps of one token.
 
@@ -159,13 +179,15 @@ def check(model: PreTrainedModel, *, in_rows: bool = False) -> None:
         # token's sums in an order that depends on the others of the step, which says nothing about the cache.
         after = text.with_wrong(steps, 7)
         if not text.ids.is_cuda:
-            assert torch.equal(after, found)
+            assert_same(after, found)
             for layer, others in zip(text.left(), ours):
-                assert all(map(torch.equal, layer, others))
+                for mine, theirs in zip(layer, others):
+                    assert_same(mine, theirs)
         assert ((after - wanted).norm(dim=-1) < most * wanted.norm(dim=-1)).all()
         # Nor do states depend on how many rows are computed at once, given what their layer is given.
         if text.runner.cache.kinds[0].is_state and not in_rows:
-            assert all(map(torch.equal, ours[0], kept[0]))
+            for mine, theirs in zip(ours[0], kept[0]):
+                assert_same(mine, theirs)
         if not text.ids.is_cuda:
             check_verified(text, steps, most)
 
@@ -179,7 +201,8 @@ def check_verified(text: Text, steps: SeveralTokens, most: float) -> None:
         left.append(text.left())
         assert text.runner.cache.used == PROMPT + 9
     for mine, others, theirs in zip(*left, by_one):
-        assert all(map(torch.equal, mine, others))
+        for a, b in zip(mine, others):
+            assert_same(a, b)
         for a, b in zip(mine, theirs):
             assert (a.float() - b.float()).norm() <= most * b.float().norm() + 1e-6
     assert all(map(torch.equal, left[0][-1], by_one[-1])), "positions and masks"
