@@ -28,7 +28,7 @@ from ktinject.addresses import CODES
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
-from ktinject.operators.offload import prefill_rates, streaming
+from ktinject.operators.offload import lent, links, one_link, prefill_rates, ring, streaming
 from ktinject.operators.offload.handoff import Handoff
 from ktinject.operators.offload.submits import MOST_TOKENS
 from ktinject.operators.probes.experts import ExpertsSpec
@@ -91,9 +91,10 @@ def streamed(operator: CpuExperts) -> streaming.StreamedExperts:
     return streaming.StreamedExperts(operator.spec, operator.native, torch.device("cuda:0"))
 
 
-def everything(layer: streaming.StreamedExperts) -> list[streaming.Chunk]:
+def everything(layer: streaming.StreamedExperts) -> list[ring.Chunk]:
     """All experts, over the bus."""
-    return layer.ring.chunks(layer, layer.places())
+    here, absent = layer.passing(ring.ALL, layer.places())
+    return layer.ring.chunks(layer, absent, here, layer.places())
 
 
 def exact(operator: CpuExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -363,7 +364,7 @@ def bus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         monkeypatch.setattr(torch.cuda, name, Clock)
     monkeypatch.setattr(torch.cuda, "current_stream", Clock)
     monkeypatch.setattr(streaming._native, "Streamed", Bus)
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)  # five experts at a time
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 5 * 6 * 256 * 96)  # five experts at a time
     Bus.asked, Bus.sent = [], []
     return Bus.asked
 
@@ -399,7 +400,7 @@ def test_another_order_than_foreseen(bus: list[tuple[int, int]]) -> None:
     next(layers[0].ring.unpacked(layers[0], everything(layers[0])))  # interrupted after the first chunk
     for at in (1, 0):
         assert reference.relative_error(layers[at].forward(*arguments), want[at]) < 0.01
-    assert len(layers[0].ring._free) + len(layers[0].ring._ahead) == streaming.SLOTS
+    assert len(layers[0].ring._free) + len(layers[0].ring._ahead) == ring.SLOTS
 
 
 def test_a_failure_while_unpacking_loses_no_slot(
@@ -407,7 +408,7 @@ def test_a_failure_while_unpacking_loses_no_slot(
 ) -> None:
     operator, arguments = filled(256, 96), inputs(40, 256)
     layer = on_the_bus(operator)
-    for _ in range(streaming.SLOTS + 1):
+    for _ in range(ring.SLOTS + 1):
         with monkeypatch.context() as broken:
             broken.setattr(Bus, "unpack", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
             with pytest.raises(RuntimeError, match="broken"):
@@ -472,7 +473,7 @@ def test_what_is_on_the_gpu_is_not_sent(bus: list[tuple[int, int]]) -> None:
         for place, expert in enumerate(experts[::-1], 1):
             of_layer[expert] = place
             memory[64 * place] = expert
-        layer.here = streaming.Here(SimpleNamespace(), memory, of_layer.copy)  # type: ignore[arg-type]
+        layer.here = one_link.Here(SimpleNamespace(), memory, of_layer.copy)  # type: ignore[arg-type]
     for count in (EXPERTS, 7, 2):
         for _ in range(2):
             Bus.sent.clear()
@@ -487,7 +488,7 @@ def test_what_is_on_the_gpu_is_not_sent(bus: list[tuple[int, int]]) -> None:
                 want = exact(operator, x, torch.where(passes, ids, -1), weights)
                 assert reference.relative_error(found, want) < 0.01
             assert Bus.sent == sent
-            assert len(layers[0].ring._free) == streaming.SLOTS, "nothing was fetched in vain"
+            assert len(layers[0].ring._free) == ring.SLOTS, "nothing was fetched in vain"
 
 
 def test_what_moves_after_it_was_foreseen(bus: list[tuple[int, int]]) -> None:
@@ -497,7 +498,7 @@ def test_what_moves_after_it_was_foreseen(bus: list[tuple[int, int]]) -> None:
     arguments = inputs(40, 256)
     memory = torch.zeros(64 * EXPERTS, dtype=torch.uint8)
     places = [-1] * EXPERTS
-    layers[1].here = streaming.Here(SimpleNamespace(), memory, lambda: places)  # type: ignore[arg-type]
+    layers[1].here = one_link.Here(SimpleNamespace(), memory, lambda: places)  # type: ignore[arg-type]
     for moves in ({3: 0}, {3: -1, 11: 0}, {11: -1}):
         layers[0].forward(*arguments)
         assert layers[0].ring._ahead, "chunks of the next layer are on their way"
@@ -507,7 +508,7 @@ def test_what_moves_after_it_was_foreseen(bus: list[tuple[int, int]]) -> None:
                 memory[64 * place] = expert
         found = layers[1].forward(*arguments, places=[*places])
         assert reference.relative_error(found, exact(operators[1], *arguments)) < 0.01
-        assert len(layers[0].ring._free) == streaming.SLOTS
+        assert len(layers[0].ring._free) == ring.SLOTS
 
 
 def test_what_is_on_the_gpu_is_taken_off_the_bus_and_the_cpu() -> None:
@@ -615,7 +616,7 @@ def test_more_experts_than_a_launch_takes() -> None:
 @pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("count", [5, EXPERTS])
 def test_experts_on_the_gpu_are_not_sent(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 3 * 6 * 256 * 96)  # three experts at a time
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 3 * 6 * 256 * 96)  # three experts at a time
     config = HybridExpertsConfig(device="cuda:0", gpu_experts=count, prefill="gpu", **ON_GPU[kind])
     made: Any = filled(256, 96, operator=HybridExperts, config=config)
     arguments = inputs(300, 256)
@@ -651,7 +652,7 @@ def test_k_quants_are_unpacked_to_their_values(kind: str) -> None:
 @pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_streamed_against_fp64(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)  # five experts at a time
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 5 * 6 * 256 * 96)  # five experts at a time
     operator = filled(256, 96, **ON_GPU[kind])
     x, ids, weights = inputs(50, 256)
     found = streamed(operator).forward(x.cuda().to(dtype), ids.cuda(), weights.cuda())
@@ -681,11 +682,16 @@ def test_an_id_that_is_no_expert_is_refused(stranger: int) -> None:
     assert reference.relative_error(found, exact(operator, x, ids, weights)) < 0.01
 
 
+def alone(here: Any) -> Any:
+    """A layer that has its own link alone."""
+    return SimpleNamespace(here=here, links_for=lambda tokens: None, devices=set())
+
+
 def test_how_many_experts_are_streamed_is_measured_or_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_rates, "measure", lambda *_: SimpleNamespace(passing=lambda *_: 3))
     for prefill, counts in {"auto": (0, 0, 3, 3), "gpu": (0, 12, 12, 12), 500: (0, 0, 0, 12)}.items():
         operator = HybridExperts.build(leaf(256, 96), HybridExpertsConfig(device="cuda:0", prefill=prefill))
-        operator.streamed = SimpleNamespace(here=None)
+        operator.streamed = alone(here=None)
         tokens = (MOST_TOKENS, streaming.FEWEST_TOKENS - 1, 499, 500)
         assert tuple(operator._streams(m, 4) for m in tokens) == counts, prefill
     operator = HybridExperts.build(leaf(256, 96), HybridExpertsConfig(device="cuda:0", gpu_experts=4))
@@ -693,7 +699,7 @@ def test_how_many_experts_are_streamed_is_measured_or_set(monkeypatch: pytest.Mo
     sends = 3
     rates = SimpleNamespace(passing=lambda *given: asked.append(given) or sends)
     monkeypatch.setattr(prefill_rates, "measure", lambda *_: rates)
-    operator.resident, operator.streamed = (0, 1, 2, 3), SimpleNamespace(here=object())
+    operator.resident, operator.streamed = (0, 1, 2, 3), alone(here=object())
     assert operator._streams(500, 4) == 7 and asked == [(500, 8, 8 / 12)], "beside those that are there"
     sends = 0
     assert operator._streams(500, 4) == 0
@@ -739,7 +745,7 @@ def test_without_room_on_the_gpu_auto_takes_the_cpu_and_says_so(
     def full(self: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(streaming.Ring, "reserve", full)
+    monkeypatch.setattr(ring.Ring, "reserve", full)
     monkeypatch.setattr(prefill_rates.Rates, "passing", lambda self, tokens, experts, absent: experts)
     x, ids, weights = inputs(300, 256)
     on_gpu = x.cuda(), ids.cuda(), weights.cuda()
@@ -758,15 +764,15 @@ def test_without_room_on_the_gpu_auto_takes_the_cpu_and_says_so(
 @gpu
 def test_layers_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ran ahead is used by the next layer, and dropped where another layer comes instead."""
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 5 * 6 * 256 * 96)
     operators = [filled(256, 96, seed) for seed in range(4)]
     layers = [streamed(operator) for operator in operators]
     arguments = inputs(40, 256)
     on_gpu = [tensor.cuda() for tensor in arguments]
     want = [exact(operator, *arguments) for operator in operators]
-    ring = layers[0].ring
-    assert all(layer.ring is ring for layer in layers)
-    ring.reserve()
+    shared = layers[0].ring
+    assert all(layer.ring is shared for layer in layers)
+    shared.reserve()
     for order in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 0, 2, 2, 1], [0, 1, 2, 3]):
         for at in order:
             found = layers[at].forward(*on_gpu).cpu()
@@ -777,14 +783,14 @@ def test_layers_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
             layer.forward(*on_gpu)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= held
-    del layers, layer, ring
+    del layers, layer, shared
     gc.collect()
-    assert not streaming._rings
+    assert not ring._rings
 
 
 @gpu
 def test_a_layer_interrupted_halfway_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 2 * 6 * 256 * 96)
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 2 * 6 * 256 * 96)
     operator = filled(256, 96)
     layer, arguments = streamed(operator), inputs(40, 256)
     on_gpu = [tensor.cuda() for tensor in arguments]
@@ -809,7 +815,7 @@ def test_short_memory_means_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch, "empty", scarce)
     layer.ring.reserve()
-    assert 0 < layer.ring.bytes() <= (streaming.SLOTS + 1) * most
+    assert 0 < layer.ring.bytes() <= (ring.SLOTS + 1) * most
     monkeypatch.setattr(torch, "empty", real)
     found = layer.forward(*(tensor.cuda() for tensor in arguments)).cpu()
     assert reference.relative_error(found, exact(operator, *arguments)) < 0.01
@@ -818,7 +824,7 @@ def test_short_memory_means_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> N
 @gpu
 def test_two_threads_share_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models, each on a stream of its own; both see what runs ahead for the other."""
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 5 * 6 * 256 * 96)
     operators = [filled(256, 96, seed) for seed in range(4)]
     layers = [streamed(operator) for operator in operators]
     arguments = inputs(60, 256)
@@ -903,7 +909,7 @@ def test_an_answer_is_added_where_it_lies(dtype: torch.dtype) -> None:
 def test_a_part_on_the_gpu_and_the_rest_on_the_cpu(
     dtype: torch.dtype, first_experts: int, gpu_experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 5 * 6 * 256 * 96)
     monkeypatch.setattr(HybridExperts, "_streams", lambda self, tokens, top_k: first_experts)
     config = HybridExpertsConfig(device="cuda:0", gpu_experts=gpu_experts)
     operator = filled(256, 96, operator=HybridExperts, config=config)
