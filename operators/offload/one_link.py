@@ -128,7 +128,7 @@ class OneLink:
     def most_experts(self, chunk_bytes: int) -> int:
         return max(1, min(self.spec.num_experts - self.first, chunk_bytes // self.expert_bytes))
 
-    def sum_of_answers(self, routes: Routes, chunks: Sequence[Chunk], out: Tensor) -> Iterator[None]:
+    def sum_of_answers(self, routes: Routes, chunks: Sequence[Chunk], out: Tensor) -> Iterator[Chunk]:
         """Compute the pairs of `routes`, and write each token's weighted sum to out [m, hidden].
 
         Queues a chunk whenever it is asked for the next value, and at the end the sum. Call with the ring's lock held.
@@ -143,7 +143,7 @@ class OneLink:
             low, high = routes.bounds[first], routes.bounds[end]
             if low < high:
                 answers[low:high] = self._answers(routes, slice(low, high), slice(first, end), gate_up, down)
-            yield
+            yield chunk
         rows = torch.full((m * t,), known, device=device)
         rows.scatter_(0, routes.pairs, torch.arange(known, device=device))
         self.source.sum(

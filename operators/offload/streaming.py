@@ -20,8 +20,8 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -55,6 +55,25 @@ class _Helper(OneLink):
     def foreseen(self, asked: Asked) -> Sequence[int]:
         home = self._home()
         return () if home is None else home.foreseen_of(self, asked)
+
+
+class _HelperFullError(torch.OutOfMemoryError):
+    """There is no room on the device of a helper."""
+
+    def __init__(self, helper: _Helper) -> None:
+        super().__init__(f"no room on {helper.ring.device}")
+        self.helper = helper
+
+
+@contextmanager
+def _blaming(link: OneLink) -> Iterator[None]:
+    """Inside the `with` block, a lack of memory is that of a helper, if `link` is one."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if isinstance(link, _Helper):
+            raise _HelperFullError(link) from error
+        raise
 
 
 class StreamedExperts(OneLink):
@@ -220,7 +239,7 @@ class StreamedExperts(OneLink):
         asked = Asked(
             ring.ALL if first_experts is None else first_experts, self.links_for(x.shape[0]) is not None
         )
-        most = max(1, ANSWER_BYTES // (2 * ids.shape[1] * self.spec.hidden_size))
+        most = min(x.shape[0], max(1, ANSWER_BYTES // (2 * ids.shape[1] * self.spec.hidden_size)))
         with ExitStack() as held:
             # In one order in all threads: another layer's own ring may be that of a helper here.
             rings = {self.ring, *(helper.ring for helper in self.helpers if asked.linked)}
@@ -233,14 +252,21 @@ class StreamedExperts(OneLink):
                 part = slice(done, min(done + most, x.shape[0]))
                 try:
                     self._part(x[part], ids[part], weights[part], parts, out[part])
-                except torch.OutOfMemoryError:
-                    if lent.is_lent({link.ring.device for link, _ in parts}):
+                except _HelperFullError as full:
+                    if lent.is_lent({full.helper.ring.device}):
                         raise
-                    if most > FEWEST_TOKENS:
+                    self._leave_out([full.helper])
+                    parts = self._parts(asked, places)
+                    continue
+                except torch.OutOfMemoryError:
+                    if lent.is_lent({x.device}):
+                        raise
+                    if (
+                        len(parts) > 1
+                    ):  # what helpers answer takes memory, too, and each further pass sends all experts
+                        parts = self._parts(asked := asked._replace(linked=False), places)
+                    elif most > FEWEST_TOKENS:
                         most = max(most // 2, FEWEST_TOKENS)
-                    elif len(parts) > 1:
-                        self._leave_out(self.helpers)
-                        parts = self._parts(asked, places)
                     else:
                         raise
                     continue
@@ -298,13 +324,17 @@ class StreamedExperts(OneLink):
         arriving = [torch.empty(out.shape, dtype=torch.float32, device=home) for _ in parts[1:]]
         usable, arrived = torch.cuda.Event(), torch.cuda.Event()
         usable.record(stream)  # what the memory was used for before is queued
-        sums, working = [own], [self.sum_of_answers(routes[0], parts[0][1], own)]
+        sums, working = [own], [(parts[0][0], self.sum_of_answers(routes[0], parts[0][1], own))]
         for (helper, chunks), theirs in zip(parts[1:], routes[1:]):
             device = helper.ring.device
-            sums.append(torch.empty(out.shape, dtype=torch.float32, device=device))
-            working.append(helper.sum_of_answers(theirs.to(device), chunks, sums[-1]))
-        for _ in itertools.zip_longest(*working):  # a chunk of each, so that all of them have work
-            pass
+            with _blaming(helper):
+                sums.append(torch.empty(out.shape, dtype=torch.float32, device=device))
+                working.append((helper, helper.sum_of_answers(theirs.to(device), chunks, sums[-1])))
+        while working:  # a chunk of each in turn, so that all of them have work
+            for link, steps in [*working]:
+                with _blaming(link):
+                    if next(steps, None) is None:
+                        working.remove((link, steps))
         # In a stream of its own: between GPUs, torch lets a copy wait for what is queued on both.
         arrivals = self.ring.arrivals
         with torch.cuda.stream(arrivals):
