@@ -176,6 +176,8 @@ class HybridExperts(CpuExperts):
         config, default = self.config, HybridExpertsConfig()
         names = ("gpu_experts", "dynamic", "prefill", "links", "ram_copy", "handoff")
         asked = {name: getattr(config, name) for name in names}
+        if config.other_devices:
+            asked["links"] = list(config.other_devices)
         # What the bundled rules say is asked by nobody.
         asked = {name: value for name, value in asked.items() if (name, value) != ("gpu_experts", "auto")}
         return [f"{name}={value}" for name, value in asked.items() if value != getattr(default, name)]

@@ -81,7 +81,7 @@ def find(
     """
     runtime_memory, problems = {}, []
     positions = bucket_of(context)
-    used = (device for replacement in replacements for device, _ in replacement.workspace)
+    used = (device for replacement in replacements for device, _ in replacement.workspace if device in limits)
     for device in dict.fromkeys((*to_load, *device_map.values(), *used)):
         room = limits.get(device, 0) - to_load.get(device, 0)
         kv_bytes_per_token = _kv_bytes_per_token(replacements, model, device_map, device, cached)

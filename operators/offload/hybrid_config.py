@@ -40,6 +40,10 @@ class HybridExpertsConfig(CpuExpertsConfig):
         super().__post_init__()
         if isinstance(self.links, list):  # so that configs can be keys
             object.__setattr__(self, "links", tuple(canonical(name) for name in self.links))
+        if not all(name.startswith("cuda:") for name in self.other_devices):
+            raise ValueError(
+                f"links is {list(self.links)}; a list names GPUs, as cuda:1. Name some, or write auto or own."
+            )
         wanted = self.gpu_experts
         if isinstance(wanted, str) and wanted != "auto" and not wanted.endswith(".json"):
             raise ValueError(

@@ -145,6 +145,8 @@ def test_all_gpus_with_experts_help_each_other() -> None:
     )
     assert [one.helpers for one in settled(1, links=["cuda", "1"])] == [("cuda:1",)] * 2
     assert [one.helpers for one in settled(3)][2] == ("cuda:0", "cuda:2")
+    with pytest.raises(ValueError, match=r"links is \['cpu'\]; a list names GPUs"):
+        settled(links=["cpu"])
 
 
 def test_an_operator_says_and_counts_who_helps() -> None:
@@ -164,6 +166,8 @@ def test_an_operator_says_and_counts_who_helps() -> None:
     assert odd.helpers == (), "its experts cannot be streamed"
     idle = HybridExperts.build(leaf(256, 96), HybridExpertsConfig(device="cpu", links="own"))
     assert idle.describe()["handoff"].endswith("without effect: links=own")
+    named = HybridExperts.build(leaf(256, 96), HybridExpertsConfig(device="cpu", links=["0"]))
+    assert named.describe()["handoff"].endswith("without effect: links=['cuda:0']")
 
 
 # --- the order of things, without a GPU ---
