@@ -179,9 +179,8 @@ class StreamedExperts(OneLink):
                 return None
             size = self.source.packed_bytes(self.spec.num_experts - self.first)
             self._links = rates.of_layer(size, self.spec.hidden_size)
-        absent = sum(place < 0 for place in self.places()[self.first :]) / (
-            self.spec.num_experts - self.first
-        )
+        places = self.places()[self.first :]
+        absent = sum(place < 0 for place in places) / len(places)
         return self._links if self.linked or self._links.pay(tokens, absent) else None
 
     def _leave_out(self, helpers: Sequence[_Helper]) -> None:
@@ -236,9 +235,8 @@ class StreamedExperts(OneLink):
         out = torch.empty_like(x, dtype=dtype or x.dtype)
         if x.shape[0] == 0:
             return out
-        asked = Asked(
-            ring.ALL if first_experts is None else first_experts, self.links_for(x.shape[0]) is not None
-        )
+        linked = self.links_for(x.shape[0]) is not None
+        asked = Asked(ring.ALL if first_experts is None else first_experts, linked)
         most = min(x.shape[0], max(1, ANSWER_BYTES // (2 * ids.shape[1] * self.spec.hidden_size)))
         with ExitStack() as held:
             # In one order in all threads: another layer's own ring may be that of a helper here.
@@ -261,10 +259,10 @@ class StreamedExperts(OneLink):
                 except torch.OutOfMemoryError:
                     if lent.is_lent({x.device}):
                         raise
-                    if (
-                        len(parts) > 1
-                    ):  # what helpers answer takes memory, too, and each further pass sends all experts
-                        parts = self._parts(asked := asked._replace(linked=False), places)
+                    if len(parts) > 1:
+                        # What helpers answer takes memory, too, and each further pass would send all experts again.
+                        asked = asked._replace(linked=False)
+                        parts = self._parts(asked, places)
                     elif most > FEWEST_TOKENS:
                         most = max(most // 2, FEWEST_TOKENS)
                     else:
