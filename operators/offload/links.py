@@ -5,8 +5,8 @@
        ▼                │                                │
     cuda:1 (helps)      └ link ─── the other experts ────┘
 
-What each link carries while all of them are busy is measured once for a machine (`ktinject/measured.py`), in some
-tenths of a second. Experts are dealt in proportion to it. What crosses between the GPUs grows with the prompt, and what
+What each link carries while all of them are busy is measured once for a machine (`ktinject/measured.py`), in about a
+tenth of a second. Experts are dealt in proportion to it. What crosses between the GPUs grows with the prompt, and what
 is gained does not: a prompt takes help where that pays for its tokens.
 """
 
@@ -31,6 +31,8 @@ SUBJECT = "links"  # of the kept measurements
 _HELP_S = 0.3e-3
 # Help is not worth it for less than a tenth of the time.
 _WORTH = 0.9
+# Bytes of a copy that is measured: several of the pieces that copies are cut into.
+CHUNK_BYTES = 64 << 20
 _CROSSING_TOKENS = 2048
 _TIMES = 3
 _COPIES = 4
@@ -172,7 +174,7 @@ def _measure(
     memory = [torch.empty(size, dtype=torch.uint8, device=device) for device in devices]
 
     def copy(number: int) -> None:
-        to = address("memory", memory[number], devices[number])
+        to = address("memory", memory[number], memory[number].device)
         source.copy(chunk, to, stream_of(devices[number]))
 
     alone = min(_seconds(devices[:1], copy)[0] for _ in range(_TIMES))

@@ -168,7 +168,7 @@ class StreamedExperts(OneLink):
         if not self.helpers or self.linked is False:
             return None
         if self._links is None:
-            chunk = self.in_ram[: self.most_experts(ring.CHUNK_BYTES)]
+            chunk = self.in_ram[: max(1, links.CHUNK_BYTES // self.source.packed_bytes(1))]
             devices = [self.ring.device, *(helper.ring.device for helper in self.helpers)]
             try:
                 rates = links.measure(self.source, chunk, self.spec.hidden_size, devices)

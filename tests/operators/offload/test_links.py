@@ -29,6 +29,20 @@ EQUAL = LinkRates(50e9, (50e9, 50e9), 400e9)
 HOME, HELPER = torch.device("cpu"), torch.device("cpu", 1)  # of tests without a GPU
 
 
+@pytest.fixture
+def bus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, tuple[int, ...]]]:
+    played_bus(monkeypatch)
+    monkeypatch.setattr(links, "measure", lambda *_: EQUAL)
+    return Bus.over
+
+
+def linked(operator: CpuExperts, home: torch.device = HOME, helper: torch.device = HELPER) -> Any:
+    layer = streaming.StreamedExperts(operator.spec, operator.native, home)
+    layer.add_helper(helper)
+    layer.linked = True
+    return layer
+
+
 # --- what is decided ---
 
 
@@ -118,6 +132,29 @@ def test_rates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert again(6) == 1 and again(6) == 0
 
 
+def test_what_is_measured(bus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The own link alone, all at once, and what crosses; the fastest time counts, of one try for all links."""
+    layer = linked(filled(256, 96))
+    alone, together = iter((2.0, 1.0, 3.0)), iter(([1.0, 9.0], [4.0, 2.0], [5.0, 5.0]))
+
+    def seconds(devices: list[torch.device], copy: Any) -> list[float]:
+        for number in range(len(devices)):
+            copy(number)
+        return next(together) if len(devices) > 1 else [next(alone)]
+
+    monkeypatch.setattr(links, "_seconds", seconds)
+    monkeypatch.setattr(links, "_crossing_s", lambda own, others, hidden: 0.5 * len(others))
+    found = links._measure(layer.source, range(3), 256, [HOME, HELPER])
+    moved = links._CROSSING_TOKENS * 256 * (2 + 4)
+    assert found == LinkRates(64 * 3 / 1.0, (64 * 3 / 4.0, 64 * 3 / 2.0), moved / 0.5)
+    assert [experts for _, _, experts in bus] == [(0, 1, 2)] * 9
+    asked: list[Any] = []
+    monkeypatch.setattr(links, "measure", lambda *given: asked.append(given) or EQUAL)
+    monkeypatch.setattr(links, "CHUNK_BYTES", 64 * 5 + 1)
+    assert layer.links_for(100) is layer.links_for(4000) is not None
+    assert asked == [(layer.source, (0, 1, 2, 3, 4), 256, [HOME, HELPER])], "once"
+
+
 # --- what rules and plans say ---
 
 
@@ -169,20 +206,6 @@ def test_an_operator_says_and_counts_who_helps() -> None:
 
 
 # --- the order of things, without a GPU ---
-
-
-@pytest.fixture
-def bus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, tuple[int, ...]]]:
-    played_bus(monkeypatch)
-    monkeypatch.setattr(links, "measure", lambda *_: EQUAL)
-    return Bus.over
-
-
-def linked(operator: CpuExperts, home: torch.device = HOME, helper: torch.device = HELPER) -> Any:
-    layer = streaming.StreamedExperts(operator.spec, operator.native, home)
-    layer.add_helper(helper)
-    layer.linked = True
-    return layer
 
 
 def test_each_link_carries_its_part(bus: list[Any]) -> None:
