@@ -2,10 +2,12 @@
 
     python benchmarks/bench_prefill.py --weights bf16 int4 --csv benchmarks/results.csv
     python benchmarks/bench_prefill.py --set gpu_experts=0.25 --ways bus gpu   # what those on the GPU spare the bus
+    python benchmarks/bench_prefill.py --devices cuda:0 cuda:1 --ways gpu links     # one link against all of them
 
 One model for each format, whose operators are told where to compute before each test, in turns; the first prompt, which
 pays for the measurement and the ring, is shown beside the others. With --scattered each nth expert is on the GPU, as
-after many exchanges, and not the first ones.
+after many exchanges, and not the first ones. With several --devices the decoder layers lie on all of them, and
+experts come over the link of their layer's GPU (gpu), over all links (links), or as was measured to be faster (auto).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ktinject.operators.offload import gpu_experts
 from ktinject.tools import benchmark, random_models
 
 # The part of the experts that passes through the GPU; other parts are given as numbers.
-WAYS = {"cpu": "0", "gpu": "1", "bus": "1"}
+WAYS = {"cpu": "0", "gpu": "1", "bus": "1", "links": "1"}
 
 
 def choose(model: torch.nn.Module, way: str) -> None:
@@ -34,6 +36,7 @@ def choose(model: torch.nn.Module, way: str) -> None:
             if operator.streamed is not None:  # by the bus come also those that are on the GPU
                 here = operator.streamed.__dict__.setdefault("_at_hand", operator.streamed.here)
                 operator.streamed.here = None if way == "bus" else here
+                operator.streamed.linked = None if way == "auto" else way == "links"
             if way != "auto":
                 passing = round(float(WAYS.get(way, way)) * operator.num_experts)
                 operator._streams = lambda tokens, top_k, n=passing: n  # type: ignore[method-assign]
@@ -74,8 +77,11 @@ def main() -> None:
         "--ways",
         nargs="+",
         default=["auto", "cpu", "gpu"],
-        help="auto, cpu, gpu, bus (gpu, and those on the GPU are sent as well), or the part of the experts that "
-        "passes through the GPU",
+        help="auto, cpu, gpu, bus (gpu, and those on the GPU are sent as well), links (gpu, over the links of all "
+        "devices), or the part of the experts that passes through the GPU",
+    )
+    parser.add_argument(
+        "--devices", nargs="+", help="GPUs over which the layers are spread; default: the first"
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="variables of the rules")
     parser.add_argument("--scattered", action="store_true")
@@ -90,6 +96,7 @@ def main() -> None:
     for weights in arguments.weights:
         model = random_models.build(
             config,
+            devices=arguments.devices,
             variables={"gpu_experts": 0, **rules.parse_overrides([f"experts={weights}", *arguments.set])},
         )
         shown = about(
@@ -106,6 +113,12 @@ def main() -> None:
             f"{operator.num_experts} that pass the GPU, by tokens: {parts}; {operator._rates}",
             flush=True,
         )
+        if operator.streamed is not None and operator.streamed.helpers:
+            helped = {tokens: operator.streamed.links_for(tokens) for tokens in arguments.prompt}
+            print(
+                f"{weights:5} links of the first layer, None: the own one alone is faster: {helped}",
+                flush=True,
+            )
         for tokens in arguments.prompt:
             found: dict[str, list[float]] = {way: [] for way in arguments.ways}
             for _ in range(arguments.repetitions):
@@ -117,6 +130,8 @@ def main() -> None:
                 how = f"prefill {way}"
                 if way == "auto":
                     how += f", {parts[tokens]} of {operator.num_experts} experts on the GPU"
+                if arguments.devices is not None:
+                    how += f", layers on {len(arguments.devices)} GPUs"
                 lines.append(of_model(shown, result, kernel=how))
                 print(
                     f"{weights:5} {result.test:7} {way:4} {result.mean:9.1f} ± {result.deviation:.1f} t/s, "
@@ -125,8 +140,10 @@ def main() -> None:
                     flush=True,
                 )
         for tokens in arguments.profile:
-            choose(model, "auto")
-            show_profile(model, tokens)
+            for way in arguments.ways:
+                choose(model, way)
+                print(f"      prefill {way}")
+                show_profile(model, tokens)
         del model, operator
         torch.cuda.empty_cache()
     if arguments.csv:

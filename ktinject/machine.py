@@ -290,6 +290,11 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
     return tuple(gpus), ""
 
 
+def canonical(device: str) -> str:
+    """The name of a device that plans use, of one that people do: "cuda:0" for "cuda" and "0"."""
+    return f"cuda:{device}" if device.isdecimal() else "cuda:0" if device == "cuda" else device
+
+
 def device_of(device_map: Mapping[str, str], path: str) -> str:
     """The device of a module or tensor: that of the longest path in the map that it is in; "" is the whole model."""
     inside = (p for p in device_map if not p or path == p or path.startswith(f"{p}."))

@@ -58,7 +58,7 @@ def this_machine(device: str, found: Machine | None = None) -> dict[str, Any]:
         "memory": found.memory_bytes >> 30,
         "threads": _native.threads(),
         "settings": f"{env.settings().kernel} {env.settings().numa}",
-        "gpu": _gpu(device),
+        "gpu": gpu(device),
         "driver": _driver(),
         "versions": {name: found.versions.get(name, "") for name in ("torch", "CUDA")},
         "ktinject": f"{_version()}, core of {core.st_size} bytes, {core.st_mtime_ns}",
@@ -135,7 +135,8 @@ def _read(path: Path) -> Kept:
     return Kept(path, key, values, "current")
 
 
-def _gpu(device: str) -> str:
+def gpu(device: str) -> str:
+    """A GPU, so that another one has another name; `device` as torch names it."""
     import torch
 
     if not machine.has_gpu(device):

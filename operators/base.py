@@ -42,6 +42,11 @@ class Config:
     device: str = "auto"  # where the operator computes; auto: the planner decides
 
     @property
+    def other_devices(self) -> tuple[str, ...]:
+        """Devices that the arguments name beside `device`; the planner refuses them as it refuses that."""
+        return ()
+
+    @property
     def auto_sized(self) -> bool:
         """Whether the operator takes what the rest of the plan leaves of a device."""
         return False

@@ -27,12 +27,13 @@ from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Placement, register_operator
 from ktinject.operators.cpu_experts import CpuExperts, native_experts, weights_in_words
-from ktinject.operators.offload import expert_cache, expert_placement, lent, prefill_rates, streaming
+from ktinject.operators.offload import expert_cache, expert_placement, lent, links, prefill_rates, streaming
 from ktinject.operators.offload.expert_cache import Hits
 from ktinject.operators.offload.expert_placement import ExpertPlacement
 from ktinject.operators.offload.gpu_experts import GpuExperts
 from ktinject.operators.offload.handoff import Handoff
 from ktinject.operators.offload.hybrid_config import HybridExpertsConfig
+from ktinject.operators.offload.one_link import Here
 from ktinject.operators.offload.streaming import StreamedExperts
 from ktinject.operators.offload.submits import MOST_TOKENS, Routing, Ticket, of_ranks
 
@@ -72,6 +73,7 @@ class HybridExperts(CpuExperts):
         super().__init__(spec, config)
         self.resident: tuple[int, ...] = ()
         self._remark = ""  # on those
+        self.helpers: tuple[str, ...] = ()  # other GPUs that stream a part of the experts of long prompts
         self.handoff = Handoff(self.native, spec.hidden_size, config.handoff)
         self.on_gpu: GpuExperts | None = None
         self.seat: expert_cache.Seat | None = None  # where the experts on the GPU are a cache
@@ -104,11 +106,18 @@ class HybridExperts(CpuExperts):
                     device: size * len(theirs) // (sharing[device] or 1) for device, size in spare.items()
                 }
                 placements |= expert_placement.plan(theirs, config, left)
+        used = [config.device for _, config in modules.values()]
+        for path, (_, config) in modules.items():
+            placement = placements.get(path, ExpertPlacement())
+            if config.device != "cpu" and not isinstance(placement, str):
+                helpers = links.of_argument(config.links, config.device, used) if config.streams else ()
+                placements[path] = dataclasses.replace(placement, helpers=helpers)
         return placements
 
     def place(self, placement: Placement) -> None:
         assert isinstance(placement, ExpertPlacement), placement
         config, self.resident, self._remark = self.config, placement.resident, placement.remark
+        self.helpers = placement.helpers if StreamedExperts.support(self.spec) else ()
         self._for_gpu = self.native
         if self.resident and not config.copies_as_is:
             self._for_gpu = native_experts(self.spec, config.gpu_format, config.group_size, "auto")
@@ -165,8 +174,10 @@ class HybridExperts(CpuExperts):
     def _idle_arguments(self) -> list[str]:
         """The rule's arguments that have no effect without a GPU, as `name=value`."""
         config, default = self.config, HybridExpertsConfig()
-        names = ("gpu_experts", "dynamic", "prefill", "ram_copy", "handoff")
+        names = ("gpu_experts", "dynamic", "prefill", "links", "ram_copy", "handoff")
         asked = {name: getattr(config, name) for name in names}
+        if config.other_devices:
+            asked["links"] = list(config.other_devices)
         # What the bundled rules say is asked by nobody.
         asked = {name: value for name, value in asked.items() if (name, value) != ("gpu_experts", "auto")}
         return [f"{name}={value}" for name, value in asked.items() if value != getattr(default, name)]
@@ -178,8 +189,15 @@ class HybridExperts(CpuExperts):
             return f"on the CPU: {streamed.reason}"
         if self.config.streams_from is not None:
             least = f" from {self.config.prefill} tokens on" if isinstance(self.config.prefill, int) else ""
-            return f"experts streamed to the GPU{least}"
-        return "long prompts with experts streamed to the GPU, all or a part of them, where that is faster"
+            text = f"experts streamed to the GPU{least}"
+        else:
+            text = (
+                "long prompts with experts streamed to the GPU, all or a part of them, where that is faster"
+            )
+        if self.helpers:
+            every = sorted((self.config.device, *self.helpers), key=lambda name: (len(name), name))
+            text += f"; over the links of {', '.join(every)} where all of them are faster than one"
+        return text
 
     @property
     def _leave(self) -> bool:
@@ -255,6 +273,8 @@ class HybridExperts(CpuExperts):
             # Without room for a ring, auto leaves prompts to the CPU.
             needed = 0 if self.config.streams_from is None else least
             found[self.config.device, "the experts of long prompts"] = needed, wanted
+            for helper in self.helpers:  # which can be done without
+                found[helper, "the experts of long prompts"] = 0, wanted
         return found
 
     def allocate(self) -> None:
@@ -358,6 +378,8 @@ class HybridExperts(CpuExperts):
         if self.config.prefill != "cpu" and StreamedExperts.support(self.spec):
             try:
                 self.streamed = StreamedExperts(self.spec, self.native, device, gone=self._left)
+                for helper in self.helpers:
+                    self.streamed.add_helper(torch.device(helper))
             except RuntimeError as error:
                 if self.config.streams_from is not None:
                     raise OperatorError(f"hybrid_experts: {error}. Use prefill: cpu.") from None
@@ -377,7 +399,7 @@ class HybridExperts(CpuExperts):
         if here is not None and self.streamed is not None and is_same:
             first = here.first_places
             places = (lambda: first) if self.seat is None else self.seat.places
-            self.streamed.here = streaming.Here(here.native, here.memory, places)
+            self.streamed.here = Here(here.native, here.memory, places)
         if here is not None and self.lends:
             self._queueing = threading.Lock()
             lent.lend(self)
@@ -445,7 +467,7 @@ class HybridExperts(CpuExperts):
             except torch.OutOfMemoryError:
                 pass
             # Here, where nothing of the failed try is left.
-            if lent.give_back({hidden_states.device}):
+            if self.streamed is not None and lent.give_back(self.streamed.devices):
                 return self.start(hidden_states, top_k_index, top_k_weights)
             self._keep_on_cpu()
         with self._queueing:
@@ -540,16 +562,17 @@ class HybridExperts(CpuExperts):
         absent = self.num_experts - here
         if not absent:
             return self.num_experts
-        if self._rates is None:
-            measured = functools.partial(
-                prefill_rates.measure, self.streamed, weights_in_words(self.config), top_k
-            )
-            try:
-                self._rates = lent.retried(measured, {torch.device(self.config.device)})
-            except torch.OutOfMemoryError:
-                self._keep_on_cpu()
-                return 0
-        streamed = self._rates.passing(tokens, absent, absent / self.num_experts)
+        kind, device = weights_in_words(self.config), torch.device(self.config.device)
+        try:
+            if self._rates is None:
+                measured = functools.partial(prefill_rates.measure, self.streamed, kind, top_k)
+                self._rates = lent.retried(measured, {device})
+            over = lent.retried(functools.partial(self.streamed.links_for, tokens), self.streamed.devices)
+        except torch.OutOfMemoryError:
+            self._keep_on_cpu()
+            return 0
+        rates = self._rates if over is None else self._rates.over(over)
+        streamed = rates.passing(tokens, absent, absent / self.num_experts)
         return here + streamed if streamed else 0
 
     def _keep_on_cpu(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ktinject.errors import PlanError
-from ktinject.machine import Gpu, Machine
+from ktinject.machine import Gpu, Machine, canonical
 from ktinject.rules import Rule
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -173,12 +173,15 @@ class Devices:
         groups = [group for group in (gpus, [device for device in chosen if device == "cpu"]) if group]
         return cls(free, limits, (*gpus, "cpu"), tuple(map(tuple, groups)), notes, are_named=True)
 
-    def for_operator(self, rule: Rule, wanted: str, types: Sequence[str], standing: str) -> str:
+    def for_operator(
+        self, rule: Rule, wanted: str, types: Sequence[str], standing: str, argument: str = "device"
+    ) -> str:
         """The device on which an operator computes.
 
         wanted    the rule's `device`; "auto": the device of the surrounding modules if the operator computes there
         types     device types on which the operator computes, preferred first
         standing  the device of the surrounding modules, which are not replaced
+        argument  the rule's argument that names the device
         Raises    PlanError that names the rule's line
         """
         if wanted == "auto":
@@ -191,17 +194,20 @@ class Devices:
                 f"{rule.operator} computes on {' or '.join(types)} only; the plan may use "
                 f"{', '.join(self.allowed)}. Use another operator, or a machine that has it.",
             )
-        device = _canonical(wanted)
+        device = canonical(wanted)
         if device not in self.allowed:
             is_absent = device not in self.free and not self.are_named
             reason = "is not there" if is_absent else "is not among the devices of this call"
             raise _refusal(
                 rule,
                 f"device {wanted!r} {reason}; usable are {', '.join(self.allowed)}. Name one of these, or auto.",
+                argument,
             )
         if device.partition(":")[0] not in types:
             raise _refusal(
-                rule, f"{rule.operator} cannot compute on {wanted!r}, only on {' or '.join(types)}. Use auto."
+                rule,
+                f"{rule.operator} cannot compute on {wanted!r}, only on {' or '.join(types)}. Use auto.",
+                argument,
             )
         return device
 
@@ -248,7 +254,7 @@ def fill(
 
 def named(device: object, free: Mapping[str, int], what: str, machine: Machine) -> str:
     """The name that a plan uses for a device. Raises PlanError for a device that the machine does not have."""
-    name = _canonical(str(device))
+    name = canonical(str(device))
     if name not in free:
         why = f" ({machine.no_gpu})" if machine.no_gpu and name.startswith("cuda") else ""
         raise PlanError(
@@ -261,7 +267,7 @@ def _sizes(given: Budget, what: str, name_of: Callable[[str], str]) -> Iterator[
     """Device and bytes of each entry. Raises PlanError for a device that is given twice, as 0 and "cuda:0" say."""
     seen: dict[str, object] = {}
     for key, size in given.items():
-        device = name_of(_canonical(str(key)))
+        device = name_of(canonical(str(key)))
         if device in seen:
             raise PlanError(
                 f"{what}: {key!r} and {seen[device]!r} are the same device, {device}. Give each device once."
@@ -270,9 +276,5 @@ def _sizes(given: Budget, what: str, name_of: Callable[[str], str]) -> Iterator[
         yield device, parse_bytes(size, f"{what}[{key!r}]")
 
 
-def _canonical(device: str) -> str:
-    return f"cuda:{device}" if device.isdecimal() else "cuda:0" if device == "cuda" else device
-
-
-def _refusal(rule: Rule, text: str) -> PlanError:
-    return PlanError(str(rule.place("device").refusal(text)))
+def _refusal(rule: Rule, text: str, argument: str = "device") -> PlanError:
+    return PlanError(str(rule.place(argument).refusal(text)))

@@ -81,7 +81,8 @@ def find(
     """
     runtime_memory, problems = {}, []
     positions = bucket_of(context)
-    for device in {**to_load, **dict.fromkeys(device_map.values())}:
+    used = (device for replacement in replacements for device, _ in replacement.workspace if device in limits)
+    for device in dict.fromkeys((*to_load, *device_map.values(), *used)):
         room = limits.get(device, 0) - to_load.get(device, 0)
         kv_bytes_per_token = _kv_bytes_per_token(replacements, model, device_map, device, cached)
         cache = cache_bytes(kv_bytes_per_token, positions)

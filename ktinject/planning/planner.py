@@ -159,7 +159,7 @@ def _notes_on_devices(plan: Plan, wanted: Sequence[str], allowed: Sequence[str])
         yield f"decoder layers stand on {', '.join(standing)}: they do not fit on {wanted[0]}"
     elif standing[0] not in wanted:
         yield f"everything else stands on {standing[0]}: it does not fit on {', '.join(wanted)}"
-    unused = [device for device in allowed if device not in (*plan.bytes, "cpu")]
+    unused = [device for device in allowed if device not in (*plan.bytes, *plan.runtime_memory, "cpu")]
     if unused:
         yield f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them"
 

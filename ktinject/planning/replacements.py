@@ -150,6 +150,8 @@ class Replacer:
         standing = device_of(device_map, matched.path)
         wanted, types = matched.config.device, matched.operator.device_types
         device = self._where.for_operator(matched.rule, wanted, types, standing)
+        for other in matched.config.other_devices if device != "cpu" else ():
+            self._where.for_operator(matched.rule, other, types, standing, "links")
         return dataclasses.replace(matched.config, device=device)
 
     def _placements(self, configs: Mapping[str, Any], spare: Mapping[str, int]) -> dict[str, Placement | str]:

@@ -258,7 +258,7 @@ def _explain_prompts(machine: Machine) -> Iterator[Finding]:
     """What was measured for the choice between CPU and GPU for long prompts."""
     if not (machine.gpus and machine.cuda_built):
         return
-    from ktinject.operators.offload import prefill_rates  # imports transformers
+    from ktinject.operators.offload import links, prefill_rates  # import transformers
 
     here = {f"cuda:{gpu.index}": machine for gpu in machine.gpus}
     files = list(measured.kept(prefill_rates.SUBJECT, here))
@@ -268,6 +268,11 @@ def _explain_prompts(machine: Machine) -> Iterator[Finding]:
         if rates is not None:
             key = file.key
             current.append(f"{key.get('weights')}, {key.get('top_k')} experts a token: {rates}")
+    for file in measured.kept(links.SUBJECT, here):
+        files.append(file)
+        carried = links.LinkRates.of_values(file.values) if file.is_current else None
+        if carried is not None:
+            current.append(f"chunks of {int(file.key.get('bytes', 0)) >> 20} MiB: {carried}")
     stale = len(files) - len(current)
     reasons = [
         f"{stale} of {len(files)} files are damaged, or of another machine, driver, build or setting"

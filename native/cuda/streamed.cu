@@ -368,7 +368,18 @@ Streamed::~Streamed() { unlock(); }
 
 void Streamed::unlock() noexcept {
   if (locked_.empty()) return;
-  cudaDeviceSynchronize();  // a copy out of this memory may be under way
+  // Copies out of this memory may be under way: to the devices that this has copied to, and by others to the current
+  // one.
+  int current = 0;
+  cudaGetDevice(&current);
+  cudaDeviceSynchronize();
+  uint64_t devices = devices_.load();
+  for (int device = 0; devices != 0; ++device, devices >>= 1)
+    if ((devices & 1) != 0 && device != current) {
+      cudaSetDevice(device);
+      cudaDeviceSynchronize();
+    }
+  cudaSetDevice(current);
   for (std::byte* const from : locked_) cudaHostUnregister(from);
   locked_.clear();
   cudaGetLastError();
@@ -413,6 +424,7 @@ void Streamed::copy(const std::vector<int>& experts, void* slot, Stream stream) 
                                   std::to_string(first_) + " to " + std::to_string(experts_.config().experts - 1));
     else if (experts_.is_released(expert))
       throw std::invalid_argument("streamed experts: expert " + std::to_string(expert) + " is not in RAM");
+  devices_.fetch_or(uint64_t{1} << stream.device);
   auto* to = static_cast<std::byte*>(slot);
   for (const moe::PackedRun& run : runs_)
     for (size_t at = 0, next = 0; at < experts.size(); at = next) {

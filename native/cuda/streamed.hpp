@@ -1,6 +1,7 @@
 // Streams a layer's packed experts to a GPU: page-locks them in RAM, copies them packed, and unpacks them on the GPU.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -60,7 +61,8 @@ class Streamed {
   const moe::Experts& experts_;
   const int first_;
   std::vector<moe::PackedRun> runs_;
-  std::vector<std::byte*> locked_;  // where what is page-locked begins
+  std::vector<std::byte*> locked_;            // where what is page-locked begins
+  mutable std::atomic<uint64_t> devices_{0};  // bit n: copies went to device n
 };
 
 // out [count] = host + addend, rounded to the type of both, in the order of `stream`. host is page-locked and read by

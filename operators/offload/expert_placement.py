@@ -17,7 +17,7 @@ from torch import nn
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Placement
 from ktinject.operators.cpu_experts import native_experts, weights_in_words
-from ktinject.operators.offload import expert_cache, gpu_experts, streaming
+from ktinject.operators.offload import expert_cache, gpu_experts, ring
 from ktinject.operators.offload.gpu_experts import GpuExperts
 from ktinject.operators.offload.streaming import StreamedExperts
 from ktinject.operators.probes import experts as routed_experts
@@ -31,10 +31,16 @@ LEAST_SHARE = 0.25
 
 @dataclass(frozen=True)
 class ExpertPlacement(Placement):
-    """The ids of one layer's experts that are copied to the GPU; and why there are none, if that was not asked for."""
+    """What is settled for one layer.
 
-    resident: tuple[int, ...]
+    resident   ids of the experts that are copied to the GPU
+    remark     why there are none, if that was not asked for
+    helpers    other GPUs that stream a part of the experts of long prompts
+    """
+
+    resident: tuple[int, ...] = ()
     remark: str = ""
+    helpers: tuple[str, ...] = ()
 
 
 def plan(
@@ -164,6 +170,6 @@ def ring_bytes(config: Any, spec: ExpertsSpec, packed: int) -> tuple[int, int]:
 
     packed   bytes of all experts of the layer, packed
     """
-    if config.device == "cpu" or config.prefill == "cpu" or not StreamedExperts.support(spec):
+    if not config.streams or not StreamedExperts.support(spec):
         return 0, 0
-    return streaming.ring_bytes(spec, packed // spec.num_experts)
+    return ring.ring_bytes(spec, packed // spec.num_experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ktinject.machine import canonical
 from ktinject.operators.cpu_experts import CpuExpertsConfig
 
 # Formats that have a kernel for experts on a GPU.
@@ -25,6 +26,9 @@ class HybridExpertsConfig(CpuExpertsConfig):
     dynamic: bool | Literal["auto"] = "auto"
     # gpu: long prompts stream the experts through the GPU; a number: from so many tokens on; auto: the fastest.
     prefill: int | Literal["auto", "cpu", "gpu"] = "auto"
+    # Whose links long prompts stream experts over: own: those of the layer's GPU; auto: of all GPUs that the model's
+    # experts are on, where that was measured to be faster; a list: of the layer's GPU and these ones
+    links: Literal["auto", "own"] | list[str] = "auto"
     # Whether experts on the GPU stay in RAM, too; false: they leave it while the model is loaded, and never move
     ram_copy: bool = True
     # How the GPU signals the CPU; auto: flags where they work
@@ -34,6 +38,12 @@ class HybridExpertsConfig(CpuExpertsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.links, list):  # so that configs can be keys
+            object.__setattr__(self, "links", tuple(canonical(name) for name in self.links))
+        if not all(name.startswith("cuda:") for name in self.other_devices):
+            raise ValueError(
+                f"links is {list(self.links)}; a list names GPUs, as cuda:1. Name some, or write auto or own."
+            )
         wanted = self.gpu_experts
         if isinstance(wanted, str) and wanted != "auto" and not wanted.endswith(".json"):
             raise ValueError(
@@ -105,12 +115,21 @@ class HybridExpertsConfig(CpuExpertsConfig):
         return bool(wanted) and self.copies_as_is and self.ram_copy
 
     @property
+    def other_devices(self) -> tuple[str, ...]:
+        return () if isinstance(self.links, str) else tuple(self.links)
+
+    @property
     def auto_sized(self) -> bool:
         return isinstance(self.gpu_experts, str) and self.device != "cpu"
 
     @property
     def gives_back(self) -> bool:
         return self.auto_sized and self.ram_copy
+
+    @property
+    def streams(self) -> bool:
+        """Whether long prompts may stream experts through the GPU."""
+        return self.device != "cpu" and self.prefill != "cpu"
 
     @property
     def streams_from(self) -> int | None:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from ktinject import _native, measured
 from ktinject.addresses import address, stream_of
-from ktinject.operators.offload import lent, streaming
+from ktinject.operators.offload import lent, ring, streaming
+from ktinject.operators.offload.links import Links
 from ktinject.operators.offload.streaming import StreamedExperts
 
 log = logging.getLogger("ktinject")
@@ -64,13 +65,33 @@ class Rates:
     gpu_s: Samples = ()  # unpacking all experts and multiplying on the GPU; (): hidden behind the bus
     # How many times as long the CPU, and the bus, take beside each other.
     slowed: tuple[float, float] = (_SLOWED, _SLOWED)
+    links: Links | None = (
+        None  # over which the experts come; None: over the own one, which is what is measured
+    )
+
+    def over(self, links: Links) -> Rates:
+        """The same where other GPUs help: `bus_s` is what all links take together."""
+        times = links.alone_s / links.layer_s  # as much is read from RAM beside the CPU
+        on_cpu = min(1 + (self.slowed[0] - 1) * times, _MOST_SLOWED)
+        return replace(self, bus_s=self.bus_s / times, slowed=(on_cpu, self.slowed[1]), links=links)
 
     def streamed_s(self, tokens: int, absent: float = 1.0) -> float:
         """All experts on the GPU: its own work hides behind the bus, or the bus behind that.
 
         absent   the share of the experts that has to be sent
         """
-        return max(absent * self.bus_s, _at(self.gpu_s, tokens) if self.gpu_s else 0.0) + _STREAMED_S
+        return self._passing_s(tokens, absent) + self._crossing_s(tokens) + _STREAMED_S
+
+    def _passing_s(self, tokens: int, absent: float) -> float:
+        """What bus and GPU take, whichever is longer."""
+        gpu_s = _at(self.gpu_s, tokens) if self.gpu_s else 0.0
+        if self.links is not None:  # each GPU computes what it gets, and the own one those that are there
+            own, *others = (absent * share for share in self.links.shares)
+            gpu_s *= max(1 - absent + own, *others)
+        return max(absent * self.bus_s, gpu_s)
+
+    def _crossing_s(self, tokens: int) -> float:
+        return 0.0 if self.links is None else self.links.crossing_s(tokens)
 
     def computed_s(self, tokens: int) -> float:
         """All experts on the CPU."""
@@ -84,9 +105,9 @@ class Rates:
         """
         computed_s, streamed_s = self.computed_s(tokens), self.streamed_s(tokens, absent)
         cpu_s = absent * self.slowed[0] * (computed_s - self.host_s - tokens * self.token_s)
-        bus_s = self.slowed[1] * (streamed_s - _STREAMED_S)
-        share = cpu_s / (cpu_s + bus_s)
-        both_s = share * bus_s + tokens * self.token_s + _BOTH_S
+        bus_s, crossing_s = self.slowed[1] * self._passing_s(tokens, absent), self._crossing_s(tokens)
+        share = max(0.0, cpu_s - crossing_s) / (cpu_s + bus_s)
+        both_s = share * bus_s + crossing_s + tokens * self.token_s + _BOTH_S
         if both_s < min(_WORTH * computed_s, _WORTH_BESIDE_BUS * streamed_s):
             return min(max(1, round(share * experts)), experts - 1)
         return experts if streamed_s < computed_s else 0
@@ -173,7 +194,7 @@ def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
 def _measure(streamed: StreamedExperts, top_k: int) -> Rates:
     spec, device, source = streamed.spec, streamed.ring.device, streamed.source
     experts = spec.num_experts - streamed.first
-    chunk = streamed.in_ram[: streamed.most_experts(streaming.CHUNK_BYTES)]
+    chunk = streamed.in_ram[: streamed.most_experts(ring.CHUNK_BYTES)]
     count = len(chunk)
     memory = torch.empty(source.packed_bytes(count), dtype=torch.uint8, device=device)
 

@@ -1,248 +1,82 @@
 """Long prompts: the packed experts of each layer are streamed to the GPU, which computes them.
 
-The experts stay packed in page-locked RAM. A ring of slots on the GPU receives copies of them, a chunk of experts at a
-time; those that lie on the GPU for decoding, packed in the same way, are read where they are. Copies run ahead of the
-computation, also into the next layers, so that the bus is busy during attention, too. The GPU unpacks each chunk to
-bf16 and multiplies it with the tokens of its experts. So the time of a layer is that of the bus, for any number of
-tokens that the GPU multiplies meanwhile.
+The experts stay packed in page-locked RAM. A ring of slots on the GPU (`ring.py`) receives copies of them, a chunk of
+experts at a time; those that lie on the GPU for decoding, packed in the same way, are read where they are. The GPU
+unpacks each chunk to bf16 and multiplies it with the tokens of its experts. So the time of a layer is that of the bus,
+for any number of tokens that the GPU multiplies meanwhile.
 
 If CPU and bus need about equally long, each gets a part of the experts, and both work at the same time. The CPU gets
 its part first. A kernel reads its result directly from page-locked RAM, since a copy would wait behind the experts that
 are queued for the bus.
 
-Each device has one ring, which knows the order of the layers. Chunks that it fetched for another layer than the one
-that comes next are dropped.
+Other GPUs of the model can help (`links.py`): each has a bus of its own. The layer's GPU sorts the tokens by their
+experts and sends them over; each of the others streams its part of the experts through its own ring and sends back one
+sum for each token. The host queues the work of all of them, a chunk of each in turn, behind the only look that it takes
+at the counts.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ktinject import _native
-from ktinject.addresses import CODES, address, stream_of
 from ktinject.errors import OperatorError
-from ktinject.operators.offload import lent
+from ktinject.operators.offload import lent, links, ring
+from ktinject.operators.offload.links import Links
+from ktinject.operators.offload.one_link import OneLink, Routes
+from ktinject.operators.offload.ring import Asked, Chunk
 from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.support import SUPPORTED, Support
 
 log = logging.getLogger("ktinject")
 
-# Bytes of a chunk after unpacking. With smaller chunks, the GPU is idle between launches; larger ones cost memory, and
-# the first copy takes longer.
-CHUNK_BYTES = 256 << 20
-# One slot is unpacked while the others are filled.
-SLOTS = 3
 # With fewer tokens, `auto` never streams: rates are measured with many tokens, and decoding must not depend on them.
 FEWEST_TOKENS = 128
-_ALL = 1 << 30
 _MOST_RANKS = 2  # tables of a layer that stay on the GPU: of all experts, and of a part
 # Bytes for the answers of a layer, one for each pair of a token and an expert. They are kept until all experts have
 # passed, so a longer prompt goes through the layer in parts.
 ANSWER_BYTES = 1 << 30
 
 
-@dataclass
-class _Slot:
-    memory: Tensor  # [bytes] uint8 on the GPU
-    filled: torch.cuda.Event  # the copy into it has ended
-    usable: torch.cuda.Event  # its chunk has been unpacked, so the next copy may begin
+class _Helper(OneLink):
+    """The part of a layer's experts that another GPU than the layer's streams."""
+
+    def __init__(self, home: StreamedExperts, device: torch.device) -> None:
+        self._home = weakref.ref(home)
+        super().__init__(home.spec, home.native, home.source, device, home.first)
+
+    def foreseen(self, asked: Asked) -> Sequence[int]:
+        home = self._home()
+        return () if home is None else home.foreseen_of(self, asked)
 
 
-class Chunk(NamedTuple):
-    """Experts of a layer that are unpacked together."""
+class _HelperFullError(torch.OutOfMemoryError):
+    """There is no room on the device of a helper."""
 
-    experts: tuple[int, ...]
-    places: tuple[int, ...] | None = None  # where they lie on the GPU; None: they come over the bus
-
-
-@dataclass
-class _Copy:
-    layer: weakref.ref[StreamedExperts]
-    index: int
-    chunks: list[Chunk]  # of the layer, over the bus; this is the one at `index`
-    slot: _Slot
+    def __init__(self, helper: _Helper) -> None:
+        super().__init__(f"no room on {helper.ring.device}")
+        self.helper = helper
 
 
-class Ring:
-    """The slots of one device, and the order in which the layers pass through them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.lock = threading.Lock()  # held during a layer, since there is only one workspace
-        self._layers: list[weakref.ref[StreamedExperts]] = []
-        self._stream = torch.cuda.Stream(device)
-        self._chunk_bytes = 0  # of unpacked weights
-        self._workspace = torch.empty(0, device=device)
-        self._free: deque[_Slot] = deque()
-        self._ahead: deque[_Copy] = deque()  # oldest first
-        self._idle = torch.cuda.Event()  # the workspace is free
-        self.passing = _ALL  # how many experts of a layer pass through the GPU; see StreamedExperts.passing
-
-    def join(self, layer: StreamedExperts) -> None:
-        """Add a layer. Layers are streamed in the order in which they join."""
-        self._layers = [held for held in self._layers if held() is not None] + [weakref.ref(layer)]
-
-    def bytes(self) -> int:
-        """Bytes that the ring holds on the device."""
-        slots = [*self._free, *(copy.slot for copy in self._ahead)]
-        return sum(t.numel() * t.element_size() for t in [self._workspace, *(slot.memory for slot in slots)])
-
-    def reserve(self) -> None:
-        """Allocate slots and workspace that suit all layers. If memory is short, use smaller chunks.
-
-        Raises   torch.OutOfMemoryError if there is no room for chunks of one expert, or somebody can give back some
-        """
-        layers = [layer for held in self._layers if (layer := held()) is not None]
-        least = max(layer.expert_bytes for layer in layers)
-        wanted = max(self._chunk_bytes or CHUNK_BYTES, least)
-        while True:
-            packed = max(layer.source.packed_bytes(layer.most_experts(wanted)) for layer in layers)
-            unpacked = max(layer.expert_bytes * layer.most_experts(wanted) for layer in layers)
-            slots = [*self._free, *(copy.slot for copy in self._ahead)]
-            if 2 * self._workspace.numel() >= unpacked and slots and slots[0].memory.numel() >= packed:
-                return
-            self._stream.synchronize()  # copies into the old slots may be under way
-            self._ahead.clear()
-            self._free.clear()
-            try:
-                self._workspace = torch.empty(unpacked // 2, dtype=torch.bfloat16, device=self.device)
-                memory = [torch.empty(packed, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
-                break
-            except torch.OutOfMemoryError:
-                self._workspace = torch.empty(0, device=self.device)
-                if wanted == least or lent.is_lent({self.device}):
-                    raise
-                wanted = max(wanted // 2, least)
-        for part in memory:
-            slot = _Slot(part, torch.cuda.Event(), torch.cuda.Event())
-            # The memory may come from a tensor that queued kernels of this stream still use.
-            slot.usable.record(torch.cuda.current_stream(self.device))
-            self._free.append(slot)
-        self._chunk_bytes = wanted
-
-    def chunks(self, layer: StreamedExperts, places: Sequence[int]) -> list[Chunk]:
-        """What passes through the GPU, in the order of the computation. `places` as in StreamedExperts.passing."""
-        most = layer.most_experts(self._chunk_bytes)
-        here, absent = layer.passing(self.passing, places)
-        over = [Chunk(some) for some in _cut(absent, most)]
-        there = [Chunk(some, tuple(places[expert] for expert in some)) for some in _cut(here, most)]
-        # While another layer is computed the slots fill up, so those come first; the bus has all of the others' time.
-        half = (len(over) + 1) // 2
-        return [*over[:half], *there, *over[half:]]
-
-    def unpacked(
-        self, layer: StreamedExperts, chunks: Sequence[Chunk]
-    ) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
-        """(chunk, gate_up [count, n, hidden], down [count, hidden, intermediate]) for every chunk of a layer.
-
-        The tensors are overwritten when the next chunk is asked for. Call with the lock held.
-        """
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(self._idle)
-        over, index = [chunk for chunk in chunks if chunk.places is None], 0
-        for chunk in chunks:
-            if chunk.places is not None:
-                yield chunk, *layer.unpack_here(chunk.places, self._workspace)
-                continue
-            slot = self._take(layer, over, index)
-            stream.wait_event(slot.filled)
-            self._free.append(slot)
-            gate_up, down = layer.unpack(slot.memory, len(chunk.experts), self._workspace)
-            slot.usable.record(stream)
-            self._run_ahead(layer, over, index)
-            index += 1
-            yield chunk, gate_up, down
-        self._idle.record(stream)
-
-    def _take(self, layer: StreamedExperts, chunks: list[Chunk], index: int) -> _Slot:
-        while self._ahead:
-            copy = self._ahead.popleft()
-            if copy.layer() is layer and copy.chunks[copy.index] == chunks[index]:
-                return copy.slot
-            self._free.append(copy.slot)  # fetched for another layer, or for other experts of this one
-        self._copy(layer, chunks, index)
-        return self._ahead.popleft().slot
-
-    def _copy(self, layer: StreamedExperts, chunks: list[Chunk], index: int) -> None:
-        slot = self._free.popleft()
-        self._stream.wait_event(slot.usable)
-        on = self._stream.device_index, self._stream.cuda_stream
-        layer.source.copy(chunks[index].experts, address("slot", slot.memory, slot.memory.device), on)
-        slot.filled.record(self._stream)
-        self._ahead.append(_Copy(weakref.ref(layer), index, chunks, slot))
-
-    def _run_ahead(self, layer: StreamedExperts, chunks: list[Chunk], index: int) -> None:
-        while self._free:
-            if self._ahead:
-                last = self._ahead[-1]
-                if (held := last.layer()) is None:
-                    return
-                layer, chunks, index = held, last.chunks, last.index
-            if index + 1 < len(chunks):
-                self._copy(layer, chunks, index + 1)
-                continue
-            following = self._following(layer)
-            if following is None:
-                return
-            self._copy(*following, 0)
-
-    def _following(self, layer: StreamedExperts) -> tuple[StreamedExperts, list[Chunk]] | None:
-        """The next layer that needs the bus, and what it will ask for if its experts on the GPU stay there."""
-        alive = [held() for held in self._layers]
-        for candidate in alive[alive.index(layer) + 1 :]:
-            if candidate is None:
-                continue
-            over = [chunk for chunk in self.chunks(candidate, candidate.places()) if chunk.places is None]
-            if over:
-                return candidate, over
-        return None
+@contextmanager
+def _blaming(link: OneLink) -> Iterator[None]:
+    """Inside the `with` block, a lack of memory is that of a helper, if `link` is one."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if isinstance(link, _Helper):
+            raise _HelperFullError(link) from error
+        raise
 
 
-def _cut(experts: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    return [tuple(experts[at : at + most]) for at in range(0, len(experts), most)]
-
-
-def expert_bytes(spec: ExpertsSpec) -> int:
-    """Bytes of one expert, unpacked to bf16."""
-    return 2 * (3 if spec.has_gate else 2) * spec.intermediate_size * spec.hidden_size
-
-
-def ring_bytes(spec: ExpertsSpec, packed_bytes: int) -> tuple[int, int]:
-    """Bytes of a ring on the device: with chunks of one expert, and with chunks of CHUNK_BYTES.
-
-    packed_bytes   of one expert
-    """
-    unpacked = expert_bytes(spec)
-    each = unpacked + SLOTS * packed_bytes
-    return each, each * max(1, min(spec.num_experts, CHUNK_BYTES // unpacked))
-
-
-_rings: weakref.WeakValueDictionary[torch.device, Ring] = weakref.WeakValueDictionary()
-
-
-@dataclass(frozen=True)
-class Here:
-    """Experts of a layer that lie on the GPU, packed as those in RAM.
-
-    places   gives expert → its place in memory, or -1, at present
-    """
-
-    shapes: _native.Resident
-    memory: Tensor
-    places: Callable[[], Sequence[int]]
-
-
-class StreamedExperts:
+class StreamedExperts(OneLink):
     """The experts of one layer, streamed through the ring of a device and computed there.
 
     native  the experts in RAM, with weights
@@ -250,10 +84,11 @@ class StreamedExperts:
     gone    others without weights in RAM; they must be `here`
     uses    [num_experts] int64 on the GPU: how often each one was computed for a token; None: nobody looks
     here    those that need not be sent
+    linked  whether other GPUs help; None: where that was measured to pay
     """
 
     uses: Tensor | None = None
-    here: Here | None = None
+    linked: bool | None = None
 
     def __init__(
         self,
@@ -263,20 +98,12 @@ class StreamedExperts:
         first: int = 0,
         gone: Collection[int] = (),
     ) -> None:
-        ring = _rings.get(device)
-        if ring is None:
-            ring = _rings[device] = Ring(device)
-        self.ring = ring
-        self.spec = spec
-        self.native = native
-        self.first = first
         self.in_ram = tuple(expert for expert in range(first, spec.num_experts) if expert not in gone)
-        self.source = _native.Streamed(native, first)
-        self.expert_bytes = expert_bytes(spec)
-        self._biases = self._take_biases(device) if spec.has_bias else None
+        self.helpers: tuple[_Helper, ...] = ()
+        self._links: Links | None = None
         self._nowhere = (-1,) * spec.num_experts
         self._ranks: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
-        ring.join(self)
+        super().__init__(spec, native, _native.Streamed(native, first), device, first)
 
     @staticmethod
     def support(spec: ExpertsSpec) -> Support:
@@ -287,44 +114,6 @@ class StreamedExperts:
                 f"experts are streamed where both widths are multiples of 8, and these are {widths}"
             )
         return SUPPORTED
-
-    def unpack(self, slot: Tensor, count: int, workspace: Tensor) -> tuple[Tensor, Tensor]:
-        """The first `count` experts of a slot in bf16, in the workspace: gate_up [count, n, hidden] and down
-        [count, hidden, intermediate]."""
-        gate_up, down = self._unpacked(count, workspace)
-        self.source.unpack(
-            address("slot", slot, gate_up.device),
-            count,
-            address("gate_up", gate_up, gate_up.device, torch.bfloat16),
-            address("down", down, gate_up.device, torch.bfloat16),
-            stream_of(gate_up.device),
-        )
-        return gate_up, down
-
-    def unpack_here(self, places: Sequence[int], workspace: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of experts that lie at these places of `here`."""
-        assert self.here is not None
-        gate_up, down = self._unpacked(len(places), workspace)
-        self.source.unpack_resident(
-            self.here.shapes,
-            address("memory", self.here.memory, gate_up.device),
-            places,
-            address("gate_up", gate_up, gate_up.device, torch.bfloat16),
-            address("down", down, gate_up.device, torch.bfloat16),
-            stream_of(gate_up.device),
-        )
-        return gate_up, down
-
-    def _unpacked(self, count: int, workspace: Tensor) -> tuple[Tensor, Tensor]:
-        spec = self.spec
-        rows = spec.intermediate_size * (2 if spec.has_gate else 1)
-        cut = count * rows * spec.hidden_size
-        gate_up = workspace[:cut].view(count, rows, spec.hidden_size)
-        down = workspace[cut : cut + count * spec.hidden_size * spec.intermediate_size]
-        return gate_up, down.view(count, spec.hidden_size, spec.intermediate_size)
-
-    def most_experts(self, chunk_bytes: int) -> int:
-        return max(1, min(self.spec.num_experts - self.first, chunk_bytes // self.expert_bytes))
 
     def places(self) -> Sequence[int]:
         """Expert → its place on the GPU, or -1, at present."""
@@ -360,6 +149,68 @@ class StreamedExperts:
             ranks.record_stream(torch.cuda.current_stream(ranks.device))
         return ranks[torch.where((ids < 0) | (ids > num_experts), num_experts, ids).long()]
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """The layer's GPU, and those that help."""
+        return {self.ring.device, *(helper.ring.device for helper in self.helpers)}
+
+    def add_helper(self, device: torch.device) -> None:
+        """Let another GPU help. Raises RuntimeError where it cannot be used."""
+        self.helpers += (_Helper(self, device),)
+
+    def links_for(self, tokens: int) -> Links | None:
+        """What the links take, where other GPUs help with so many tokens; None: the own link alone is used.
+
+        The links are measured at the first call.
+
+        Raises   torch.OutOfMemoryError if there is no room to measure, and somebody can give back some
+        """
+        if not self.helpers or self.linked is False:
+            return None
+        if self._links is None:
+            chunk = self.in_ram[: max(1, links.CHUNK_BYTES // self.source.packed_bytes(1))]
+            devices = [self.ring.device, *(helper.ring.device for helper in self.helpers)]
+            try:
+                rates = links.measure(self.source, chunk, self.spec.hidden_size, devices)
+            except torch.OutOfMemoryError:
+                if lent.is_lent(self.devices):
+                    raise
+                self._leave_out(self.helpers)
+                return None
+            size = self.source.packed_bytes(self.spec.num_experts - self.first)
+            self._links = rates.of_layer(size, self.spec.hidden_size)
+        places = self.places()[self.first :]
+        absent = sum(place < 0 for place in places) / len(places)
+        return self._links if self.linked or self._links.pay(tokens, absent) else None
+
+    def _leave_out(self, helpers: Sequence[_Helper]) -> None:
+        """Do without some helpers from now on."""
+        for helper in helpers:
+            log.warning(
+                "%s: no room for the experts of long prompts of a layer on %s, which streams all of them itself",
+                helper.ring.device,
+                self.ring.device,
+            )
+        self.helpers = tuple(helper for helper in self.helpers if helper not in helpers)
+        self._links = None
+
+    def _dealt(self, absent: Sequence[int], linked: bool) -> list[tuple[int, ...]]:
+        """The experts that come over each link, the own one first, then those of `helpers`."""
+        if not linked:
+            return [tuple(absent), *(() for _ in self.helpers)]
+        shares = (1.0,) * (1 + len(self.helpers)) if self._links is None else self._links.shares
+        return links.deal(absent, shares)
+
+    def foreseen_of(self, link: OneLink, asked: Asked) -> Sequence[int]:
+        """As `foreseen`, of one of the links."""
+        known: tuple[OneLink, ...] = (self, *self.helpers)
+        if link not in known:
+            return ()
+        return self._dealt(self.passing(asked.passing, self.places())[1], asked.linked)[known.index(link)]
+
+    def foreseen(self, asked: Asked) -> Sequence[int]:
+        return self.foreseen_of(self, asked)
+
     def forward(
         self,
         x: Tensor,
@@ -382,96 +233,152 @@ class StreamedExperts:
                        FEWEST_TOKENS tokens, or for more and somebody can give back some
         """
         out = torch.empty_like(x, dtype=dtype or x.dtype)
-        most = max(1, ANSWER_BYTES // (2 * ids.shape[1] * self.spec.hidden_size))
-        with self.ring.lock:
+        if x.shape[0] == 0:
+            return out
+        linked = self.links_for(x.shape[0]) is not None
+        asked = Asked(ring.ALL if first_experts is None else first_experts, linked)
+        most = min(x.shape[0], max(1, ANSWER_BYTES // (2 * ids.shape[1] * self.spec.hidden_size)))
+        with ExitStack() as held:
+            # In one order in all threads: another layer's own ring may be that of a helper here.
+            rings = {self.ring, *(helper.ring for helper in self.helpers if asked.linked)}
+            for one in sorted(rings, key=lambda one: str(one.device)):
+                held.enter_context(one.lock)
             self.ring.reserve()
-            self.ring.passing = _ALL if first_experts is None else first_experts
-            chunks = self.ring.chunks(self, self._nowhere if places is None else places)
+            parts = self._parts(asked, places)
             done = 0
             while done < x.shape[0]:
                 part = slice(done, min(done + most, x.shape[0]))
                 try:
-                    self._part(x[part], ids[part], weights[part], chunks, out[part])
-                except torch.OutOfMemoryError:
-                    if most <= FEWEST_TOKENS or lent.is_lent({x.device}):
+                    self._part(x[part], ids[part], weights[part], parts, out[part])
+                except _HelperFullError as full:
+                    if lent.is_lent({full.helper.ring.device}):
                         raise
-                    most = max(most // 2, FEWEST_TOKENS)
+                    self._leave_out([full.helper])
+                    parts = self._parts(asked, places)
+                    continue
+                except torch.OutOfMemoryError:
+                    if lent.is_lent({x.device}):
+                        raise
+                    if len(parts) > 1:
+                        # What helpers answer takes memory, too, and each further pass would send all experts again.
+                        asked = asked._replace(linked=False)
+                        parts = self._parts(asked, places)
+                    elif most > FEWEST_TOKENS:
+                        most = max(most // 2, FEWEST_TOKENS)
+                    else:
+                        raise
                     continue
                 done = part.stop
         return out
 
-    def _part(self, x: Tensor, ids: Tensor, weights: Tensor, chunks: Sequence[Chunk], out: Tensor) -> None:
-        spec, experts = self.spec, self.spec.num_experts
-        m, t = ids.shape
+    def _parts(self, asked: Asked, places: Sequence[int] | None) -> list[tuple[OneLink, list[Chunk]]]:
+        """What each device computes, the own one first. Helpers without room are left out."""
+        if asked.linked:
+            for helper in self.helpers:
+                try:
+                    helper.ring.reserve()
+                except torch.OutOfMemoryError:
+                    if lent.is_lent({helper.ring.device}):
+                        raise
+                    self._leave_out([helper])
+        places = self._nowhere if places is None else places
+        here, absent = self.passing(asked.passing, places)
+        linked = asked.linked and bool(self.helpers)
+        own, *others = self._dealt(absent, linked)
+        parts: list[tuple[OneLink, list[Chunk]]] = [(self, self.ring.chunks(self, own, here, places))]
+        for helper, experts in zip(self.helpers, others):
+            if experts:
+                parts.append((helper, helper.ring.chunks(helper, experts)))
+        for link, _ in parts:
+            link.ring.asked = asked._replace(linked=linked)
+        return parts
+
+    def _part(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        parts: Sequence[tuple[OneLink, list[Chunk]]],
+        out: Tensor,
+    ) -> None:
+        """Compute some tokens: each device its chunks."""
+        routes = self._routes(x, ids, weights, [chunks for _, chunks in parts])
+        if len(parts) == 1:
+            for _ in self.sum_of_answers(routes[0], parts[0][1], out):
+                pass
+        else:
+            self._together(routes, parts, out)
+        if self.uses is not None:  # at the end: where memory is short, a part is tried again
+            for one in routes:
+                experts = ids.reshape(-1)[one.pairs].long()
+                self.uses.scatter_add_(0, experts, torch.ones_like(experts))
+
+    def _together(
+        self, routes: Sequence[Routes], parts: Sequence[tuple[OneLink, list[Chunk]]], out: Tensor
+    ) -> None:
+        """Let all devices compute their parts, and add up what they answer, always in the same order."""
+        home, stream = out.device, torch.cuda.current_stream(out.device)
+        own = torch.empty(out.shape, dtype=torch.float32, device=home)
+        arriving = [torch.empty(out.shape, dtype=torch.float32, device=home) for _ in parts[1:]]
+        usable, arrived = torch.cuda.Event(), torch.cuda.Event()
+        usable.record(stream)  # what the memory was used for before is queued
+        sums, working = [own], [(parts[0][0], self.sum_of_answers(routes[0], parts[0][1], own))]
+        for (helper, chunks), theirs in zip(parts[1:], routes[1:]):
+            device = helper.ring.device
+            with _blaming(helper):
+                sums.append(torch.empty(out.shape, dtype=torch.float32, device=device))
+                working.append((helper, helper.sum_of_answers(theirs.to(device), chunks, sums[-1])))
+        while working:  # a chunk of each in turn, so that all of them have work
+            for link, steps in [*working]:
+                with _blaming(link):
+                    if next(steps, None) is None:
+                        working.remove((link, steps))
+        # In a stream of its own: between GPUs, torch lets a copy wait for what is queued on both.
+        arrivals = self.ring.arrivals
+        with torch.cuda.stream(arrivals):
+            arrivals.wait_event(usable)
+            for there, part in zip(arriving, sums[1:]):
+                there.copy_(part, non_blocking=True)
+            arrived.record(arrivals)
+        stream.wait_event(arrived)
+        for there in arriving[:-1]:
+            own += there
+        torch.add(own, arriving[-1], out=out)
+
+    def _routes(
+        self, x: Tensor, ids: Tensor, weights: Tensor, chunks: Sequence[Sequence[Chunk]]
+    ) -> list[Routes]:
+        """For the chunks of each device, what it computes; on this device. The host waits for the counts.
+
+        Raises   OperatorError for an invalid id
+        """
+        num_experts = self.spec.num_experts
         expert = ids.reshape(-1)
-        strangers = (expert < -1) | (expert > experts)
-        rank = self._rank(expert, tuple(expert for chunk in chunks for expert in chunk.experts))
+        strangers = (expert < -1) | (expert > num_experts)
+        passing = [[expert for chunk in some for expert in chunk.experts] for some in chunks]
+        rank = self._rank(expert, tuple(itertools.chain(*passing)))
         order = rank.argsort(stable=True)
-        ends = torch.bincount(rank, minlength=experts + 1).cumsum(0)
-        inputs = x.to(torch.bfloat16)
-        *host_ends, found = [0, *torch.cat([ends, strangers.sum()[None]]).tolist()]
+        ends = torch.bincount(rank, minlength=num_experts + 1).cumsum(0)
+        inputs, weights = x.to(torch.bfloat16), weights.contiguous()
+        *bounds, found = [0, *torch.cat([ends, strangers.sum()[None]]).tolist()]
         if found:
             raise OperatorError(
-                f"top_k_index: found {int(ids[strangers.view(m, t)][0])}; allowed are 0 to {experts - 1}, and "
-                f"-1 and {experts} to skip."
+                f"top_k_index: found {int(ids[strangers.view(ids.shape)][0])}; allowed are 0 to {num_experts - 1}, and "
+                f"-1 and {num_experts} to skip."
             )
-        # One row for each pair (token, expert of the token), so that the sum at the end always has the same order.
-        known = host_ends[experts]
-        answers = torch.empty(max(1, known), spec.hidden_size, dtype=torch.bfloat16, device=x.device)
-        end = 0
-        for chunk, gate_up, down in self.ring.unpacked(self, chunks):
-            first, end = end, end + len(chunk.experts)
-            low, high = host_ends[first], host_ends[end]
-            if low == high:
-                continue
-            slots = order[low:high]
-            offsets = (ends[first:end] - low).to(torch.int32)
-            h = functional.grouped_mm(inputs[slots // t], gate_up.transpose(-2, -1), offs=offsets)
-            if self._biases is not None:
-                h = h + self._biases[0][expert[slots]]
-            h = self.activated(h)
-            y = functional.grouped_mm(h, down.transpose(-2, -1), offs=offsets)
-            if self._biases is not None:
-                y = y + self._biases[1][expert[slots]]
-            answers[low:high] = y
-        if self.uses is not None:
-            passes = rank < experts
-            self.uses.scatter_add_(0, torch.where(passes, expert, 0).long(), passes.long())
-        rows = torch.empty_like(order).scatter_(0, order, torch.arange(m * t, device=x.device))
-        weights = weights.contiguous()
-        self.source.sum(
-            address("answers", answers, x.device, torch.bfloat16),
-            known,
-            address("rows", rows, x.device, torch.int64),
-            address("weights", weights, x.device),
-            CODES[weights.dtype],
-            m,
-            t,
-            address("out", out, x.device),
-            CODES[out.dtype],
-            stream_of(x.device),
-        )
-
-    def activated(self, gate_up: Tensor) -> Tensor:
-        """[rows, n] bfloat16 or float32 → [rows, intermediate] bfloat16; computed in fp32, rounded once."""
-        out = gate_up.new_empty(gate_up.shape[0], self.spec.intermediate_size, dtype=torch.bfloat16)
-        self.source.activate(
-            address("gate_up", gate_up, gate_up.device),
-            CODES[gate_up.dtype],
-            gate_up.shape[0],
-            address("out", out, gate_up.device),
-            stream_of(gate_up.device),
-        )
-        return out
-
-    def _take_biases(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        spec = self.spec
-
-        def of(projection: str, width: int) -> Tensor:
-            bias = torch.empty(spec.num_experts, width)
-            for expert in range(spec.num_experts):
-                self.native.unpack_bias(projection, expert, bias[expert])
-            return bias.to(device)
-
-        inner = [of(name, spec.intermediate_size) for name in (["gate"] if spec.has_gate else []) + ["up"]]
-        return torch.cat(inner, dim=-1), of("down", spec.hidden_size)
+        routes, first = [], 0
+        for some in passing:
+            last = first + len(some)
+            low, high = bounds[first], bounds[last]
+            routes.append(
+                Routes(
+                    inputs,
+                    weights,
+                    order[low:high],
+                    expert[order[low:high]] if self.spec.has_bias else None,
+                    (ends[first:last] - low).to(torch.int32),
+                    [bound - low for bound in bounds[first : last + 1]],
+                )
+            )
+            first = last
+        return routes

@@ -25,7 +25,7 @@ from ktinject import _native, machine
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
-from ktinject.operators.offload import expert_cache, expert_placement, gpu_experts, handoff, streaming
+from ktinject.operators.offload import expert_cache, expert_placement, gpu_experts, handoff, ring
 from ktinject.operators.offload.expert_placement import ExpertPlacement
 
 EXPERTS, HIDDEN = 16, 128
@@ -149,7 +149,7 @@ EXPERT_BYTES = 3 * HIDDEN * 96 * 2
 KEPT = (
     gpu_experts.RESERVE_BYTES
     + 2 * gpu_experts.GpuExperts.table_bytes(EXPERTS)
-    + EXPERTS * (1 + streaming.SLOTS) * EXPERT_BYTES  # all experts of a layer, on their way
+    + EXPERTS * (1 + ring.SLOTS) * EXPERT_BYTES  # all experts of a layer, on their way
 )
 
 

@@ -18,7 +18,7 @@ import ktinject
 from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators.hybrid_experts import HybridExperts
-from ktinject.operators.offload import streaming
+from ktinject.operators.offload import ring
 
 pytestmark = pytest.mark.gpu
 PLACEMENTS: list[dict[str, Any]] = [{}, {"gpu_experts": 0.5}, {"prefill": "gpu"}]
@@ -146,7 +146,7 @@ def test_no_room_on_the_gpu(model: PreTrainedModel, wanted: Tensor, monkeypatch:
         def full(self: Any) -> None:
             raise torch.OutOfMemoryError("no room")
 
-        monkeypatch.setattr(streaming.Ring, "reserve", full)
+        monkeypatch.setattr(ring.Ring, "reserve", full)
         with pytest.raises(OperatorError, match="no room to stream experts"):
             model.generate(**prompt())
         monkeypatch.undo()

@@ -120,6 +120,37 @@ def test_the_device_of_a_rule(model: PreTrainedModel, monkeypatch: pytest.Monkey
     assert "held_experts computes on cuda only; the plan may use cpu. Use another operator" in said
 
 
+def test_gpus_whose_links_carry_a_part_of_every_layer(model: PreTrainedModel) -> None:
+    """They are those of the plan, or those that a rule names; where none of the model is, a ring is counted alone."""
+    two, what = machine(gpus=2), "the experts of long prompts"
+
+    def streaming(**arguments: Any) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = rule("hybrid_experts", prefill="gpu", **arguments)
+        found[0]["match"] = {"role": "routed_experts"}
+        return found
+
+    both = planned(model, streaming(), machine=two, devices=["cuda:0", "cuda:1"])
+    (experts,) = both.replacements
+    assert experts.device == "cuda:1", "the only layer with experts: nobody else has some"
+    assert experts.placement.helpers == () and what not in both.runtime_memory["cuda:0"].workspace
+    named = streaming(links=["cuda:0", "cuda:1"])
+    plan = planned(model, named, machine=two)
+    (experts,) = plan.replacements
+    assert experts.device == "cuda:0" and experts.placement.helpers == ("cuda:1",)
+    assert "over the links of cuda:0, cuda:1 where" in experts.runs["prefill"]
+    ring = plan.runtime_memory["cuda:0"].workspace[what]
+    assert plan.runtime_memory["cuda:1"].workspace == {what: ring} and "cuda:1" not in plan.bytes
+    assert not any("not used" in note for note in plan.notes) and not plan.problems
+    short = planned(model, named, machine=two, budget={"cuda:1": ring - 1})
+    assert short.runtime_memory["cuda:1"].workspace == {what: ring - 1}, "it can be done without"
+    assert not planned(model, named, machine=two, budget={"cuda:1": 0}).problems
+    said = refusal(PlanError, model, named, machine=two, devices="cuda:0")
+    assert "replace.links: rule 'experts': device 'cuda:1' is not among the devices of this call" in said
+    said = refusal(PlanError, model, streaming(links=["cuda:2"]), machine=two)
+    assert "device 'cuda:2' is not there; usable are cpu, cuda:0, cuda:1" in said
+    assert planned(model, named).replacements[0].device == "cpu", "without a GPU the rule means nothing"
+
+
 def test_an_operators_device_is_the_rests_only_if_it_can(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from ktinject import env, measured
 from ktinject.machine import Gpu, Kernel, Machine, Node
 from ktinject.operators.fp8_linear import has_scaled_product
 from ktinject.operators.int4_linear import Int4Linear, Int4LinearConfig
-from ktinject.operators.offload import prefill_rates
+from ktinject.operators.offload import links, prefill_rates
 from ktinject.tools import doctor
 
 GIB = 2**30
@@ -198,6 +198,13 @@ def test_what_was_measured_for_long_prompts(monkeypatch, tmp_path):
     )
     assert found.reason.startswith("2 of 3 files are damaged, or of another machine")
     assert "fastest" in found.uses
+    carried = links.LinkRates(50e9, (45e9, 44e9), 200e9)
+    measured.save(links.SUBJECT, {"machine": here, "bytes": 64 << 20}, carried.values())
+    found = explained(**gpu)["long prompts"]
+    assert found.has.endswith(
+        "; chunks of 64 MiB: 50.0 GB/s over one link alone, 45.0 and 44.0 over 2 at once, 200.0 between the GPUs"
+    )
+    assert found.reason.startswith("2 of 4 files")
 
 
 def test_as_text_and_json():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import json
@@ -19,45 +18,20 @@ import pytest
 import reference
 import torch
 from expert_cases import ON_GPU
+from streaming_cases import EXPERTS, Bus, exact, filled, inputs, leaf, played_bus
 from torch import Tensor
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ktinject import _native, env, machine, measured
 from ktinject.addresses import CODES
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
-from ktinject.operators.offload import prefill_rates, streaming
+from ktinject.operators.offload import one_link, prefill_rates, ring, streaming
 from ktinject.operators.offload.handoff import Handoff
 from ktinject.operators.offload.submits import MOST_TOKENS
 from ktinject.operators.probes.experts import ExpertsSpec
 
 gpu = pytest.mark.gpu
-EXPERTS = 12
-
-
-def leaf(hidden: int, inner: int) -> Qwen3MoeExperts:
-    shape = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=EXPERTS)
-    shape._experts_implementation = "eager"
-    return Qwen3MoeExperts(shape)
-
-
-def filled(
-    hidden: int, inner: int, seed: int = 0, operator: Any = CpuExperts, config: Any = None, **arguments: Any
-) -> CpuExperts:
-    module = leaf(hidden, inner)
-    random = torch.Generator().manual_seed(seed)
-    config = config or CpuExpertsConfig(device="cpu", **arguments)
-    made = operator.build(module, config)
-    for placement in operator.plan_placement(torch.nn.Module(), {"e": (module, config)}, {}).values():
-        made.place(placement)
-    made.allocate()
-    for name, parameter in module.named_parameters():
-        values = torch.randn(parameter.shape, generator=random) * parameter.shape[-1] ** -0.5
-        expert_cases.load(made, name, values.bfloat16())
-    made.finish()
-    return made
 
 
 def filled_from_blocks(hidden: int, inner: int, kind: str) -> CpuExperts:
@@ -79,26 +53,14 @@ def skip_part_blocks(kind: str, *sizes: int) -> None:
         pytest.skip("not whole blocks of a file")
 
 
-def inputs(tokens: int, hidden: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, hidden, generator=random).bfloat16()
-    ids = torch.rand(tokens, EXPERTS, generator=random).argsort(-1)[:, :4].contiguous()
-    ids[0, 1], ids[1, :] = EXPERTS, -1  # what is to be skipped
-    return x, ids, torch.rand(tokens, 4, generator=random)
-
-
 def streamed(operator: CpuExperts) -> streaming.StreamedExperts:
     return streaming.StreamedExperts(operator.spec, operator.native, torch.device("cuda:0"))
 
 
-def everything(layer: streaming.StreamedExperts) -> list[streaming.Chunk]:
+def everything(layer: streaming.StreamedExperts) -> list[ring.Chunk]:
     """All experts, over the bus."""
-    return layer.ring.chunks(layer, layer.places())
-
-
-def exact(operator: CpuExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """fp64, from the dequantised weights."""
-    return reference.experts(x, ids, weights, expert_cases.unpacked(operator), operator.spec)
+    here, absent = layer.passing(ring.ALL, layer.places())
+    return layer.ring.chunks(layer, absent, here, layer.places())
 
 
 def test_experts_pass_where_that_is_faster() -> None:
@@ -285,86 +247,9 @@ def test_a_build_without_cuda_says_so() -> None:
 # --- the order of things, without a GPU: the bus is played by a class that remembers what it was asked ---
 
 
-class Clock:
-    """A stream or an event of CUDA, where everything happens at once."""
-
-    device_index = cuda_stream = 0
-
-    def __init__(self, *arguments: Any, **more: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
-
-
-class Bus:
-    """`_native.Streamed`: a slot holds the numbers of its experts, and so does what is said to be on the GPU."""
-
-    asked: list[tuple[int, int]] = []  # whose copy began with which expert
-    sent: list[int] = []  # all of these experts
-
-    def __init__(self, native: Any, first: int) -> None:
-        self.native = native
-
-    def packed_bytes(self, count: int) -> int:
-        return 64 * count
-
-    def copy(self, experts: tuple[int, ...], slot: int, stream: tuple[int, int]) -> None:
-        for at, expert in enumerate(experts):
-            ctypes.c_int64.from_address(slot + 64 * at).value = expert
-        Bus.asked.append((id(self.native), experts[0]))
-        Bus.sent += experts
-
-    def activate(self, gate_up: int, dtype: int, rows: int, out: int, stream: tuple[int, int]) -> None:
-        given = (ctypes.c_uint16 * (rows * 2 * 96)).from_address(gate_up)
-        gate, up = torch.frombuffer(given, dtype=torch.bfloat16).view(rows, 192).float().chunk(2, dim=-1)
-        found = (torch.nn.functional.silu(gate) * up).bfloat16().contiguous()
-        ctypes.memmove(out, found.data_ptr(), 2 * found.numel())
-
-    def sum(
-        self, values: int, known: int, rows: int, weights: int, weights_dtype: int, tokens: int, slots: int,
-        out: int, dtype: int, stream: tuple[int, int],
-    ) -> None:  # fmt: skip
-        def at(address: int, kind: Any, count: int) -> Tensor:
-            return torch.frombuffer(
-                (ctypes.c_uint8 * (count * kind.itemsize)).from_address(address), dtype=kind
-            )
-
-        kinds = {code: kind for kind, code in CODES.items()}
-        answers = at(values, torch.bfloat16, max(1, known) * 256).view(-1, 256).float()
-        row = at(rows, torch.int64, tokens * slots).view(tokens, slots)
-        weight = at(weights, kinds[weights_dtype], tokens * slots).view(tokens, slots).float()
-        weight = torch.where(row < known, weight, 0)
-        if not known:
-            answers = torch.zeros(1, 256)
-        found = (answers[row.clamp(max=max(1, known) - 1)] * weight[..., None]).sum(1).to(kinds[dtype])
-        ctypes.memmove(out, found.data_ptr(), found.nbytes)
-
-    def unpack(self, slot: int, count: int, gate_up: int, down: int, stream: tuple[int, int]) -> None:
-        self.unpack_resident(None, slot, range(count), gate_up, down, stream)
-
-    def unpack_resident(
-        self, shapes: Any, memory: int, places: Any, gate_up: int, down: int, stream: tuple[int, int]
-    ) -> None:
-        for projections, at in ((("gate", "up"), gate_up), (("down",), down)):
-            for place in places:
-                expert = ctypes.c_int64.from_address(memory + 64 * place).value
-                for projection in projections:
-                    shape = (256, 96) if projection == "down" else (96, 256)
-                    wide = torch.empty(shape)
-                    self.native.unpack(projection, expert, wide)
-                    narrow = wide.bfloat16()
-                    ctypes.memmove(at, narrow.data_ptr(), 2 * narrow.numel())
-                    at += 2 * narrow.numel()
-
-
 @pytest.fixture
 def bus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    for name in ("Stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, Clock)
-    monkeypatch.setattr(torch.cuda, "current_stream", Clock)
-    monkeypatch.setattr(streaming._native, "Streamed", Bus)
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)  # five experts at a time
-    Bus.asked, Bus.sent = [], []
+    played_bus(monkeypatch)
     return Bus.asked
 
 
@@ -399,7 +284,7 @@ def test_another_order_than_foreseen(bus: list[tuple[int, int]]) -> None:
     next(layers[0].ring.unpacked(layers[0], everything(layers[0])))  # interrupted after the first chunk
     for at in (1, 0):
         assert reference.relative_error(layers[at].forward(*arguments), want[at]) < 0.01
-    assert len(layers[0].ring._free) + len(layers[0].ring._ahead) == streaming.SLOTS
+    assert len(layers[0].ring._free) + len(layers[0].ring._ahead) == ring.SLOTS
 
 
 def test_a_failure_while_unpacking_loses_no_slot(
@@ -407,7 +292,7 @@ def test_a_failure_while_unpacking_loses_no_slot(
 ) -> None:
     operator, arguments = filled(256, 96), inputs(40, 256)
     layer = on_the_bus(operator)
-    for _ in range(streaming.SLOTS + 1):
+    for _ in range(ring.SLOTS + 1):
         with monkeypatch.context() as broken:
             broken.setattr(Bus, "unpack", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
             with pytest.raises(RuntimeError, match="broken"):
@@ -472,7 +357,7 @@ def test_what_is_on_the_gpu_is_not_sent(bus: list[tuple[int, int]]) -> None:
         for place, expert in enumerate(experts[::-1], 1):
             of_layer[expert] = place
             memory[64 * place] = expert
-        layer.here = streaming.Here(SimpleNamespace(), memory, of_layer.copy)  # type: ignore[arg-type]
+        layer.here = one_link.Here(SimpleNamespace(), memory, of_layer.copy)  # type: ignore[arg-type]
     for count in (EXPERTS, 7, 2):
         for _ in range(2):
             Bus.sent.clear()
@@ -487,7 +372,7 @@ def test_what_is_on_the_gpu_is_not_sent(bus: list[tuple[int, int]]) -> None:
                 want = exact(operator, x, torch.where(passes, ids, -1), weights)
                 assert reference.relative_error(found, want) < 0.01
             assert Bus.sent == sent
-            assert len(layers[0].ring._free) == streaming.SLOTS, "nothing was fetched in vain"
+            assert len(layers[0].ring._free) == ring.SLOTS, "nothing was fetched in vain"
 
 
 def test_what_moves_after_it_was_foreseen(bus: list[tuple[int, int]]) -> None:
@@ -497,7 +382,7 @@ def test_what_moves_after_it_was_foreseen(bus: list[tuple[int, int]]) -> None:
     arguments = inputs(40, 256)
     memory = torch.zeros(64 * EXPERTS, dtype=torch.uint8)
     places = [-1] * EXPERTS
-    layers[1].here = streaming.Here(SimpleNamespace(), memory, lambda: places)  # type: ignore[arg-type]
+    layers[1].here = one_link.Here(SimpleNamespace(), memory, lambda: places)  # type: ignore[arg-type]
     for moves in ({3: 0}, {3: -1, 11: 0}, {11: -1}):
         layers[0].forward(*arguments)
         assert layers[0].ring._ahead, "chunks of the next layer are on their way"
@@ -507,7 +392,7 @@ def test_what_moves_after_it_was_foreseen(bus: list[tuple[int, int]]) -> None:
                 memory[64 * place] = expert
         found = layers[1].forward(*arguments, places=[*places])
         assert reference.relative_error(found, exact(operators[1], *arguments)) < 0.01
-        assert len(layers[0].ring._free) == streaming.SLOTS
+        assert len(layers[0].ring._free) == ring.SLOTS
 
 
 def test_what_is_on_the_gpu_is_taken_off_the_bus_and_the_cpu() -> None:
@@ -615,7 +500,7 @@ def test_more_experts_than_a_launch_takes() -> None:
 @pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("count", [5, EXPERTS])
 def test_experts_on_the_gpu_are_not_sent(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 3 * 6 * 256 * 96)  # three experts at a time
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 3 * 6 * 256 * 96)  # three experts at a time
     config = HybridExpertsConfig(device="cuda:0", gpu_experts=count, prefill="gpu", **ON_GPU[kind])
     made: Any = filled(256, 96, operator=HybridExperts, config=config)
     arguments = inputs(300, 256)
@@ -651,7 +536,7 @@ def test_k_quants_are_unpacked_to_their_values(kind: str) -> None:
 @pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_streamed_against_fp64(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)  # five experts at a time
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 5 * 6 * 256 * 96)  # five experts at a time
     operator = filled(256, 96, **ON_GPU[kind])
     x, ids, weights = inputs(50, 256)
     found = streamed(operator).forward(x.cuda().to(dtype), ids.cuda(), weights.cuda())
@@ -681,11 +566,16 @@ def test_an_id_that_is_no_expert_is_refused(stranger: int) -> None:
     assert reference.relative_error(found, exact(operator, x, ids, weights)) < 0.01
 
 
+def alone(here: Any) -> Any:
+    """A layer that has its own link alone."""
+    return SimpleNamespace(here=here, links_for=lambda tokens: None, devices=set())
+
+
 def test_how_many_experts_are_streamed_is_measured_or_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_rates, "measure", lambda *_: SimpleNamespace(passing=lambda *_: 3))
     for prefill, counts in {"auto": (0, 0, 3, 3), "gpu": (0, 12, 12, 12), 500: (0, 0, 0, 12)}.items():
         operator = HybridExperts.build(leaf(256, 96), HybridExpertsConfig(device="cuda:0", prefill=prefill))
-        operator.streamed = SimpleNamespace(here=None)
+        operator.streamed = alone(here=None)
         tokens = (MOST_TOKENS, streaming.FEWEST_TOKENS - 1, 499, 500)
         assert tuple(operator._streams(m, 4) for m in tokens) == counts, prefill
     operator = HybridExperts.build(leaf(256, 96), HybridExpertsConfig(device="cuda:0", gpu_experts=4))
@@ -693,7 +583,7 @@ def test_how_many_experts_are_streamed_is_measured_or_set(monkeypatch: pytest.Mo
     sends = 3
     rates = SimpleNamespace(passing=lambda *given: asked.append(given) or sends)
     monkeypatch.setattr(prefill_rates, "measure", lambda *_: rates)
-    operator.resident, operator.streamed = (0, 1, 2, 3), SimpleNamespace(here=object())
+    operator.resident, operator.streamed = (0, 1, 2, 3), alone(here=object())
     assert operator._streams(500, 4) == 7 and asked == [(500, 8, 8 / 12)], "beside those that are there"
     sends = 0
     assert operator._streams(500, 4) == 0
@@ -739,7 +629,7 @@ def test_without_room_on_the_gpu_auto_takes_the_cpu_and_says_so(
     def full(self: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(streaming.Ring, "reserve", full)
+    monkeypatch.setattr(ring.Ring, "reserve", full)
     monkeypatch.setattr(prefill_rates.Rates, "passing", lambda self, tokens, experts, absent: experts)
     x, ids, weights = inputs(300, 256)
     on_gpu = x.cuda(), ids.cuda(), weights.cuda()
@@ -758,15 +648,15 @@ def test_without_room_on_the_gpu_auto_takes_the_cpu_and_says_so(
 @gpu
 def test_layers_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ran ahead is used by the next layer, and dropped where another layer comes instead."""
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 5 * 6 * 256 * 96)
     operators = [filled(256, 96, seed) for seed in range(4)]
     layers = [streamed(operator) for operator in operators]
     arguments = inputs(40, 256)
     on_gpu = [tensor.cuda() for tensor in arguments]
     want = [exact(operator, *arguments) for operator in operators]
-    ring = layers[0].ring
-    assert all(layer.ring is ring for layer in layers)
-    ring.reserve()
+    shared = layers[0].ring
+    assert all(layer.ring is shared for layer in layers)
+    shared.reserve()
     for order in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 0, 2, 2, 1], [0, 1, 2, 3]):
         for at in order:
             found = layers[at].forward(*on_gpu).cpu()
@@ -777,14 +667,14 @@ def test_layers_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
             layer.forward(*on_gpu)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= held
-    del layers, layer, ring
+    del layers, layer, shared
     gc.collect()
-    assert not streaming._rings
+    assert not ring._rings
 
 
 @gpu
 def test_a_layer_interrupted_halfway_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 2 * 6 * 256 * 96)
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 2 * 6 * 256 * 96)
     operator = filled(256, 96)
     layer, arguments = streamed(operator), inputs(40, 256)
     on_gpu = [tensor.cuda() for tensor in arguments]
@@ -809,7 +699,7 @@ def test_short_memory_means_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch, "empty", scarce)
     layer.ring.reserve()
-    assert 0 < layer.ring.bytes() <= (streaming.SLOTS + 1) * most
+    assert 0 < layer.ring.bytes() <= (ring.SLOTS + 1) * most
     monkeypatch.setattr(torch, "empty", real)
     found = layer.forward(*(tensor.cuda() for tensor in arguments)).cpu()
     assert reference.relative_error(found, exact(operator, *arguments)) < 0.01
@@ -818,7 +708,7 @@ def test_short_memory_means_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> N
 @gpu
 def test_two_threads_share_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models, each on a stream of its own; both see what runs ahead for the other."""
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 5 * 6 * 256 * 96)
     operators = [filled(256, 96, seed) for seed in range(4)]
     layers = [streamed(operator) for operator in operators]
     arguments = inputs(60, 256)
@@ -903,7 +793,7 @@ def test_an_answer_is_added_where_it_lies(dtype: torch.dtype) -> None:
 def test_a_part_on_the_gpu_and_the_rest_on_the_cpu(
     dtype: torch.dtype, first_experts: int, gpu_experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 5 * 6 * 256 * 96)
     monkeypatch.setattr(HybridExperts, "_streams", lambda self, tokens, top_k: first_experts)
     config = HybridExpertsConfig(device="cuda:0", gpu_experts=gpu_experts)
     operator = filled(256, 96, operator=HybridExperts, config=config)
