@@ -1,13 +1,17 @@
 """SGLang with experts on the CPU beside SGLang alone: the same answers, and how fast. In an environment with both.
 
-    python benchmarks/bench_sglang_engine.py same [--device cpu] [--own 8 0 31] [--at-once 1]
+    python benchmarks/bench_sglang_engine.py same [--device cpu] [--own 8 0 31] [--at-once 1] [--no-eager] [--tp 2]
     python benchmarks/bench_sglang_engine.py soak [--device cpu] [--own 8] [--requests 1000]
-    python benchmarks/bench_sglang_engine.py speed [--layers 48] [--clients 1 32]
+    python benchmarks/bench_sglang_engine.py speed [--layers 48] [--clients 1 32] [--tp 2 [--apart]]
 
 `same` asks the trained Qwen3-MoE of this repository, one prompt at a time and 32 at once, with some of the experts
 SGLang's own, with graphs and without. Of two texts, either may be right: a token counts as fp32's where fp32, given all
 before it, has it as the best one. Others should be as rare as with SGLang alone, and no further behind. Several engines
 may run at once, which says nothing about speed. Where fp32's best is far ahead of its second, all must write it.
+
+With `--tp` of 2 or more, each engine has so many processes and GPUs. `same` then lets them share CPUs, so that the
+first one has all experts of the CPU, and gives each its own, so that each has a part; `speed` does the latter with
+`--apart`.
 
 `soak` asks one engine of these for its answers before and after requests of which some are cancelled, kills it at work,
 and asks another one that is started then.
@@ -39,6 +43,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--requests", type=int, default=1000, help="of a soak")
     parser.add_argument("--at-once", type=int, default=1, help="engines")
+    parser.add_argument(
+        "--eager", action=argparse.BooleanOptionalAction, default=True, help="also without graphs"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="processes of an engine, each with a GPU")
+    parser.add_argument("--apart", action="store_true", help="of a speed: each process has CPUs of its own")
     parser.add_argument("--seconds", type=float, default=600, help="for each engine")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32])

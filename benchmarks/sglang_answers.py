@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sglang_engine import AT_ONCE, MOST_GROWTH, Engine, grown, options_of
+from sglang_engine import AT_ONCE, MOST_GROWTH, Engine, environ_of, grown, options_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TRAINED = REPOSITORY / "examples" / "models" / "tiny-qwen3-moe"
 EXPERTS, WIDE = 32, 128  # SGLang's kernels on CUDA want heads of 64 or more
 TIE = 0.35  # in bf16, SGLang alone takes tokens that are as far behind fp32's best
+APART = ", apart"
 FAR = 0.7  # ahead of the second by twice as much, fp32's best is that of bf16, too
 
 
@@ -81,10 +82,11 @@ def job(
     own: int | None,
     graphs: bool,
     *rounds: str,
+    apart: bool = False,
 ) -> dict[str, Any]:
-    """For `engine`. own: experts that are SGLang's; None: all."""
+    """For `engine` and `run`. own: experts that are SGLang's; None: all. apart: see `environ_of`."""
     limits = {"max_total_tokens": 16384, "chunked_prefill_size": 64, "mem_fraction_static": 0.3}
-    options = options_of(given.device, graphs) | limits
+    options = options_of(given.device, graphs, given.tp) | limits
     if own is not None:
         options |= {"kt_weight_path": str(model), "kt_method": "BF16", "kt_num_gpu_experts": own}
     return {
@@ -95,6 +97,7 @@ def job(
         "at_once": AT_ONCE,
         "requests": given.requests,
         "margins": False,
+        "apart": apart,
         "rounds": rounds,
     }
 
@@ -102,12 +105,12 @@ def job(
 def same(given: argparse.Namespace) -> bool:
     folder = Path(tempfile.mkdtemp(prefix="sglang-"))
     model, asked = widened(folder / "model"), prompts(given.prompts)
+    with_graphs = (False,) if given.device == "cpu" else (True, False) if given.eager else (True,)
     jobs = {
-        f"{'all' if own is None else own} of {EXPERTS} SGLang's, {'graphs' if graphs else 'eager'}": job(
-            given, model, asked, own, graphs, "together", "alone"
-        )
-        for graphs in ((True, False) if given.device != "cpu" else (False,))
+        named(own, graphs, apart): job(given, model, asked, own, graphs, "together", "alone", apart=apart)
+        for graphs in with_graphs
         for own in (None, *given.own)
+        for apart in ((False, True) if given.tp > 1 and own is not None else (False,))
     }
     ended = run(jobs, folder, given)
     print(f"# {given.prompts} prompts, {given.new} tokens each; logs: {folder}")
@@ -124,11 +127,18 @@ def same(given: argparse.Namespace) -> bool:
             else:
                 said.append(f"{way}: no answer: {one.why()}")
                 fine = False
-        if one.is_hybrid() == is_stock:
-            said.append("experts were on the CPU" if is_stock else "no experts were on the CPU")
-            fine = False
+        if (having := one.having()) != (0 if is_stock else 1) or given.tp > 1:
+            said.append(f"{having} of {given.tp} processes had experts on the CPU")
+        # Without a word from us, SGLang may bind its processes to NUMA nodes, so that each has a part.
+        wanted = {0} if is_stock else {given.tp} if one.name.endswith(APART) else {1, given.tp}
+        fine &= having in wanted
         print(f"{one.name:30} " + "; ".join(said), flush=True)
     return fine
+
+
+def named(own: int | None, graphs: bool, apart: bool) -> str:
+    told = f"{'all' if own is None else own} of {EXPERTS} SGLang's, {'graphs' if graphs else 'eager'}"
+    return told + APART if apart else told
 
 
 def soaked(given: argparse.Namespace) -> bool:
@@ -136,7 +146,7 @@ def soaked(given: argparse.Namespace) -> bool:
     model, asked = widened(folder / "model"), prompts(given.prompts)
     how = given, model, asked, given.own[0], given.device != "cpu"
     first = run({"the first": job(*how, "together", "soak", "after", "killed")}, folder, given)[0]
-    found, judge, fine = first.found(), Judge(model, asked), first.is_hybrid()
+    found, judge, fine = first.found(), Judge(model, asked), first.having() > 0
     print(f"# {given.own[0]} of {EXPERTS} experts SGLang's, {given.requests} requests; logs: {folder}")
     if "soak" in found:
         fine &= found["soak"]["ended"]["failed"] == 0 and found["soak"]["ended"]["cancelled"] > 0
@@ -156,7 +166,7 @@ def soaked(given: argparse.Namespace) -> bool:
     fine &= said("before", first, before)
     fine &= said("after", first, texts(found.get("after")))
     again = run({"started again": job(*how, "together")}, folder, given)[0]
-    return said("started again", again, texts(again.found().get("together"))) and again.is_hybrid() and fine
+    return said("started again", again, texts(again.found().get("together"))) and again.having() > 0 and fine
 
 
 def leavings(soak: dict[str, Any]) -> str:
@@ -203,7 +213,7 @@ def run(jobs: dict[str, dict[str, Any]], folder: Path, given: argparse.Namespace
             while waiting and len(running) < given.at_once:
                 number, (name, given_job) = waiting.pop(0)
                 given_job["options"] |= {"nccl_port": 29500 + number}
-                running.append(Engine(name, folder, given_job))
+                running.append(Engine(name, folder, given_job, environ=environ_of(given_job["apart"])))
             time.sleep(0.1)
     finally:
         for one in running:

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +23,10 @@ COMPILER = "torch's compiler"
 MOST_GROWTH = 64.0  # MiB of a process, after the first part of a soak
 
 
-def options_of(device: str, graphs: bool, **others: Any) -> dict[str, Any]:
-    """Arguments of sglang.Engine."""
+def options_of(device: str, graphs: bool, tp: int = 1, **others: Any) -> dict[str, Any]:
+    """Arguments of sglang.Engine. tp: its processes, each with a GPU where there are GPUs."""
     common = {
+        "tp_size": tp,
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
         "random_seed": 0,
@@ -43,8 +45,16 @@ def options_of(device: str, graphs: bool, **others: Any) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "moe_runner_backend": "triton",
         "grammar_backend": "none",
+        "enforce_disable_flashinfer_allreduce_fusion": True,  # it would be compiled at the first start, for minutes
     }
     return common | ({"cuda_graph_max_bs_decode": AT_ONCE} if graphs else {"disable_cuda_graph": True})
+
+
+def environ_of(apart: bool) -> dict[str, str]:
+    """The environment of an engine. apart: SGLang gives each of its processes its own CPUs, so each has a part of the
+    CPU's experts; else they share them all and the first one has these experts, but where SGLang binds them to NUMA
+    nodes."""
+    return os.environ | ({"SGLANG_SET_CPU_AFFINITY": "1"} if apart else {})
 
 
 def engine(given: dict[str, Any], out: Path) -> None:
@@ -239,9 +249,9 @@ class Engine:
     def found(self) -> dict[str, Any]:
         return json.loads(self.out.read_text()) if self.out.exists() else {}
 
-    def is_hybrid(self) -> bool:
-        """Whether experts were on the CPU."""
-        return "experts as bf16" in self.log.read_text(errors="replace")
+    def having(self) -> int:
+        """How many of its processes had experts on the CPU."""
+        return len(re.findall(r"layer 0: \d+ experts as bf16", self.log.read_text(errors="replace")))
 
     def why(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]

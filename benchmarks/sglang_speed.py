@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sglang_engine import options_of
+from sglang_engine import environ_of, options_of
 
 PROMPT = 2048
 QWEN3 = {
@@ -47,6 +47,9 @@ QWEN3 = {
 # Takes the place of a checkpoint's weights, in each of SGLang's processes.
 FILLED = """
 def drawn(model, *_, **__):
+    import torch
+
+    torch.manual_seed(0)  # what each process has whole must be the same in all
     for name, value in model.state_dict().items():
         if value.dim() > 1:
             value.normal_(std=1.0 if "embed_tokens" in name else 0.02)
@@ -78,8 +81,12 @@ def register():
             for half in range(2):
                 experts.load("gate_up_proj", (torch.randn(inner, hidden) * 0.02).bfloat16(), 0, half)
             experts.load("down_proj", (torch.randn(hidden, inner) * 0.02).bfloat16(), 0, None)
-            experts.repeat(0)  # all alike, each with memory of its own
+            experts.repeat(0)  # all alike, each with memory of its own; also where this process has a part of them
             layer._take(experts, [*range(given.num_experts)])
+        if given.layer_idx == 0:
+            from ktinject import _native
+
+            print(f"# {len(given.held)} experts of a layer here, {_native.threads()} threads", flush=True)
 
     wrapper.KTMoEWrapper.load_weights = load_weights
 """
@@ -97,6 +104,7 @@ def speed(given: argparse.Namespace) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder)]).strip(
         os.pathsep
     )
+    os.environ.update(environ_of(given.apart))
     import sglang
 
     begun = time.monotonic()
@@ -105,6 +113,7 @@ def speed(given: argparse.Namespace) -> None:
         **options_of(
             given.device,
             True,
+            given.tp,
             load_format="dummy",
             max_total_tokens=32768,
             max_running_requests=max(given.clients),
@@ -115,7 +124,10 @@ def speed(given: argparse.Namespace) -> None:
             kt_num_gpu_experts=0,
         ),
     )
-    print(f"# {given.layers} layers, started in {time.monotonic() - begun:.0f} s", flush=True)
+    print(
+        f"# {given.layers} layers, {given.tp} processes, started in {time.monotonic() - begun:.0f} s",
+        flush=True,
+    )
     numbers = random.Random(0)
 
     def took(count: int, new: int, tokens: int = 32) -> float:
@@ -145,7 +157,7 @@ def speed(given: argparse.Namespace) -> None:
 def trace_in(folder: Path) -> list[dict[str, Any]]:
     """The events of the trace that SGLang has written, or is writing."""
     for _ in range(300):
-        for path in folder.glob("*.trace.json.gz"):
+        for path in folder.glob("*-TP-0*.trace.json.gz"):  # the first process has experts on the CPU
             try:
                 return list(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
             except (EOFError, ValueError):  # not whole yet

@@ -36,6 +36,8 @@ log = logging.getLogger("ktinject")
 
 OLDEST, NEWEST = (0, 5, 11), (0, 5, 23)
 LONG = 128  # streaming.FEWEST_TOKENS, which is not imported in every process
+_LOADING_S = 24 * 3600.0  # in which all processes must have loaded, from when the first one has
+_LOADERS = "model_executor.model_runner_components.load_model_utils", "model_executor.model_runner"
 _FORK = "sglang-kt"
 _SRT = "sglang.srt"
 _NAMES = ("KTMoEWrapper", "generate_gpu_experts_masks")
@@ -154,6 +156,8 @@ def _create_weights(original: Callable[..., Any], self: Any, layer: Any, *args: 
     processes = getattr(layer, "moe_tp_size", 1)
     _has_ranks = processes > 1
     ranks.take(_share(processes))
+    if _has_ranks:
+        _wait_for_loading()
     if ranks.mine().part is not None:
         self.tp_rank = 0  # by which SGLang knows the process that it asks
     # The schedulers of several processes must end the same requests in the same step, and only one of them would know.
@@ -180,6 +184,15 @@ def _share(processes: int) -> ranks.Share:
         log.info("experts on the CPU: part %s of %d, for this process's CPUs", share.part, share.parts)
     # Without CUDA, those that wait sleep.
     return share if torch.cuda.is_available() else share._replace(beside=0)
+
+
+def _wait_for_loading() -> None:
+    """Let processes without experts on the CPU wait for the one that packs them all. SGLang ends after 480 s."""
+    for name in _LOADERS:
+        module = sys.modules.get(f"{_SRT}.{name}")
+        found = getattr(module, "UNBALANCED_MODEL_LOADING_TIMEOUT_S", None)
+        if isinstance(found, int | float) and found < _LOADING_S:
+            vars(module)["UNBALANCED_MODEL_LOADING_TIMEOUT_S"] = _LOADING_S
 
 
 def _has_stages() -> bool:

@@ -287,9 +287,13 @@ def _sample_gpu(streamed: StreamedExperts, memory: Tensor, count: int, top_k: in
     experts = spec.num_experts - streamed.first
     workspace = torch.empty(streamed.expert_bytes * count // 2, dtype=torch.bfloat16, device=device)
     samples = []
+    # Its own, so that no call shifts what others sample: processes of one model must sample the same.
+    generator = torch.Generator(device).manual_seed(0)
     for tokens in (streaming.FEWEST_TOKENS, _MOST_SAMPLE_TOKENS // 2):
         rows = max(1, tokens * top_k // experts)
-        x = torch.randn(count * rows, spec.hidden_size, dtype=torch.bfloat16, device=device)
+        x = torch.randn(
+            count * rows, spec.hidden_size, generator=generator, dtype=torch.bfloat16, device=device
+        )
         ends = torch.arange(1, count + 1, device=device, dtype=torch.int32) * rows
 
         def call(x: Tensor = x, ends: Tensor = ends) -> None:

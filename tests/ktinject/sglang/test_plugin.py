@@ -444,6 +444,20 @@ def test_several_processes_of_experts_are_refused(sglang: dict[str, ModuleType])
         made.create_weights(of(1, 1), num_experts=EXPERTS)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_processes_wait_for_the_one_that_loads_the_experts(
+    sglang: dict[str, ModuleType], processes: int
+) -> None:
+    """SGLang gives up 480 s after the first process has loaded, and most have no experts on the CPU to load."""
+    loader = sglang["model_executor.model_runner"]
+    loader.UNBALANCED_MODEL_LOADING_TIMEOUT_S = 480  # type: ignore[attr-defined]
+    given_ranks(sglang, [ranks.here()] * processes, 0)
+    made = sglang["layers.moe.kt_ep_wrapper"].KTEPWrapperMethod(2)
+    made.create_weights(SimpleNamespace(moe_ep_size=1, moe_tp_size=processes), num_experts=EXPERTS)
+    found = loader.UNBALANCED_MODEL_LOADING_TIMEOUT_S
+    assert found == 480 if processes == 1 else found >= 3600
+
+
 def where(*cpus: int, machine: str = "a") -> Where:
     return Where(machine, frozenset(cpus))
 
