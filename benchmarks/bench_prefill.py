@@ -93,11 +93,17 @@ def main() -> None:
     if arguments.scattered:
         gpu_experts.hottest = lambda counts, n: tuple(i * len(counts) // n for i in range(n))
     lines = []
+    # By name: a few layers may all lie on one of the GPUs.
+    shared = {} if arguments.devices is None else {"routed experts.links": arguments.devices}
     for weights in arguments.weights:
         model = random_models.build(
             config,
             devices=arguments.devices,
-            variables={"gpu_experts": 0, **rules.parse_overrides([f"experts={weights}", *arguments.set])},
+            variables={
+                "gpu_experts": 0,
+                **shared,
+                **rules.parse_overrides([f"experts={weights}", *arguments.set]),
+            },
         )
         shown = about(
             arguments, arguments.shape, config.num_hidden_layers, routing="random tokens", weights=weights

@@ -175,7 +175,7 @@ void Channel::wait(const std::shared_ptr<Slots>& slots, int index, int tokens, D
   SlotView view = slot.view;
   view.status = layer_->status, view.layer = layer_;
   launch_wait(view, out, {addend, residual}, values, dtype, timeout_ns(), stream);
-  if (captured_graph(stream) == nullptr) slot.free_after(raw_stream);
+  if (captured_graph(stream) == nullptr) slot.free_after(device_, raw_stream);
 }
 
 void Channel::foresee(const std::shared_ptr<Slots>& slots, int index, const int64_t* ids, int top_k,

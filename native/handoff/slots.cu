@@ -146,10 +146,10 @@ std::multimap<Kind, std::pair<std::byte*, Counts*>>& left() {
   return *all;
 }
 
-// Events of deleted slots, kept for the same reason. Under left_mutex, too.
-std::vector<void*>& left_events() {
-  static auto* all = new std::vector<void*>;
-  return *all;
+// Events of deleted slots, kept for the same reason; one is of the device on which it was made. Under left_mutex, too.
+std::vector<void*>& left_events(int device) {
+  static auto* all = new std::map<int, std::vector<void*>>;
+  return (*all)[device];
 }
 
 std::atomic<size_t> pinned{0};
@@ -278,10 +278,10 @@ void Slot::look_ahead(uint32_t count) noexcept {
   }
 }
 
-void Slot::free_after(uintptr_t stream) {
+void Slot::free_after(int device, uintptr_t stream) {
   if (freed == nullptr) {
     std::lock_guard lock(left_mutex);
-    if (!left_events().empty()) freed = left_events().back(), left_events().pop_back();
+    if (auto& events = left_events(device); !events.empty()) freed = events.back(), events.pop_back();
   }
   if (freed == nullptr) {
     cudaEvent_t made = nullptr;
@@ -379,7 +379,7 @@ void Slots::leave() {
   for (auto& slot : all) dispatcher().close(slot->address);
   std::lock_guard lock(left_mutex);
   for (auto& slot : all)
-    if (slot->freed != nullptr) left_events().push_back(slot->freed);
+    if (slot->freed != nullptr) left_events(device).push_back(slot->freed);
   left().emplace(Kind{device, count_, total_}, std::pair(block_, counts));
 }
 

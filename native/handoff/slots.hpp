@@ -60,7 +60,7 @@ struct Slot final : Work {
   // Outside of graphs, a submit follows the wait that used the slot before. If it came first on the device and spun for
   // the slot, it could spin for a wait that is not queued yet, by a thread that the driver holds up until the device is
   // idle, as it does to load a kernel. Both throw std::runtime_error.
-  void free_after(uintptr_t stream);
+  void free_after(int device, uintptr_t stream);
   void follow_in(uintptr_t stream) const;
   // Host functions of a stream, which run on a thread of the driver. They replace the flags in Mode::host_func.
   static void announce(void* slot);

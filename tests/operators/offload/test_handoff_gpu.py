@@ -43,6 +43,18 @@ def captured(function, warm: bool = True) -> torch.cuda.CUDAGraph:
     return graph
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_what_deleted_slots_leave_stays_on_their_gpu() -> None:
+    for device in ("cuda:0", "cuda:1", "cuda:0"):
+        here, given = way(mode="flags"), inputs(3, device=device)
+        want = plain(given)
+        for _ in range(2):
+            assert torch.equal(here.wait(here.submit(*given)).cpu(), want)
+        torch.cuda.synchronize(device)
+        del here
+        gc.collect()
+
+
 def replay(graph: torch.cuda.CUDAGraph) -> None:
     handoff.wake()
     graph.replay()
