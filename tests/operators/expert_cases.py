@@ -43,6 +43,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
     "mxfp4": {"weights": "mxfp4"},
     "fp8_channel": {"weights": "fp8_channel"},
     "nvfp4": {"weights": "nvfp4"},
+    "mxfp8": {"weights": "mxfp8"},
     "q8_0": {"weights": "q8_0"},
 }
 # K-quants come from GGUF files alone: tests/ktinject/loading/test_k_quants.py.
