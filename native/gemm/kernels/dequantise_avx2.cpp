@@ -1,5 +1,5 @@
 // Decoding with AVX2: the two bytes of a bf16 are looked up apart, 32 weights at a time, and then brought together.
-// The tables are those of dequantise_avx512.cpp.
+// The tables are those of dequantise_avx512.cpp; mxfp8's are of a scale of one, and zeros are masked.
 #include <immintrin.h>
 
 #include "gemm/kernels/dequantise.hpp"
@@ -59,12 +59,10 @@ inline void nibbles(const std::byte* from, size_t ahead, const ByteTables& table
   }
 }
 
-// What is added to the exponents of eight outputs' bf16 values, in both lanes of each: scales [8] e8m0, less the bias.
-inline __m256i e8m0_lanes(const uint8_t* scales, int bias) {
-  const __m256i scale = _mm256_sub_epi32(
-      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales))), _mm256_set1_epi32(bias));
-  const __m256i low = _mm256_and_si256(scale, _mm256_set1_epi32(0xffff));
-  return _mm256_slli_epi16(_mm256_or_si256(low, _mm256_slli_epi32(scale, 16)), 7);
+// scales [8] e8m0 as exponents of bf16, in both lanes of each output.
+inline __m256i e8m0_lanes(const uint8_t* scales) {
+  const __m256i scale = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales)));
+  return _mm256_slli_epi16(_mm256_or_si256(scale, _mm256_slli_epi32(scale, 16)), 7);
 }
 
 // The values of e4m3 codes times a scale, without the exponents' upper three bits: of normal ones, and of others.
@@ -123,12 +121,14 @@ void avx2_decode_mxfp8(const Matrix& matrix, const std::byte* panel, int first, 
                        std::byte* to) {
   const Fp8Tables tables(1.0f);
   const __m256i magnitude = _mm256_set1_epi16(0xef), zero = _mm256_setzero_si256();
+  const __m256i bias = _mm256_set1_epi16(127 << 7);
   const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 1024;
   const uint8_t* scales = e8m0_scales(panel) + static_cast<size_t>(first) * kPanel;
   for (int block = 0; block < blocks; ++block, scales += kPanel)
     for (int tile = 0; tile < 2; ++tile) {
       const uint8_t* of_tile = scales + tile * kTile;
-      const __m256i exponents[2] = {e8m0_lanes(of_tile, 127), e8m0_lanes(of_tile + 8, 127)};
+      const __m256i exponents[2] = {_mm256_sub_epi16(e8m0_lanes(of_tile), bias),
+                                    _mm256_sub_epi16(e8m0_lanes(of_tile + 8), bias)};
       for (int row = 0; row < 8; ++row, from += 64, to += 128)
         for (int half = 0; half < 2; ++half)
           fp8_half(from + half * 32, ahead, tables, to + half * 32, [&](__m256i codes, __m256i value) {
@@ -146,7 +146,7 @@ void avx2_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, 
   for (int block = 0; block < blocks; ++block, scales += kPanel)
     for (int tile = 0; tile < 2; ++tile) {
       const uint8_t* of_tile = scales + tile * kTile;
-      const __m256i exponents[2] = {e8m0_lanes(of_tile, 0), e8m0_lanes(of_tile + 8, 0)};
+      const __m256i exponents[2] = {e8m0_lanes(of_tile), e8m0_lanes(of_tile + 8)};
       for (int row = 0; row < 4; ++row, from += 64, to += 256)
         for (int half = 0; half < 2; ++half)
           nibbles(from + half * 32, ahead, table, to + half * 32,
