@@ -54,6 +54,7 @@ BYTES_A_WEIGHT = {
     "mxfp4": 0.5 + 1 / 32,
     "fp8_channel": 1.0,
     "nvfp4": 0.5 + 1 / 16,
+    "mxfp8": 1.0 + 1 / 32,
 }
 
 

@@ -51,7 +51,7 @@ for step in $steps; do
       ;;
     differential)
       python3 tests/native/differential.py --cases "${CASES:-4000}" \
-        --kernel amx_bf16 amx_int8 amx_int4 amx_fp8 amx_mxfp4 |
+        --kernel amx_bf16 amx_int8 amx_int4 amx_fp8 amx_mxfp4 amx_mxfp8 |
         tee "$OUT/differential.log"
       ;;
     moe)

@@ -152,8 +152,8 @@ class CpuExperts(Operator):
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
     int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
-    Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights, fp8_channel with one for each output; mxfp4 is e2m1
-    with a power of two for 32 inputs, nvfp4 with an e4m3 scale for 16 and a factor for all.
+    Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights, fp8_channel with one for each output, mxfp8 with a
+    power of two for 32 inputs; mxfp4 is e2m1 with the same, nvfp4 with an e4m3 scale for 16 and a factor for all.
     K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file, q8_0 the codes of Q8_0 or of
     other int8 in groups; activations are int8 with a scale for 256 inputs beside them, for 128 beside q8_0. Inputs on
     another device are copied to the CPU, and the result is copied back.
@@ -170,7 +170,7 @@ class CpuExperts(Operator):
         self.config = config
         self.num_experts = spec.num_experts
         self.native = self.native_of(spec, config)
-        if config.weights in ("fp8", "fp8_channel", "int8"):
+        if config.weights in ("fp8", "fp8_channel", "mxfp8", "int8"):
             self.native_formats = (config.weights,)
         elif config.weights == "nvfp4":
             self.native_formats = ("nvfp4 across" if spec.is_transposed else "nvfp4",)
@@ -300,7 +300,7 @@ class CpuExperts(Operator):
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
         if self.takes_stored_only:
             return self._misfit_of_k_quant(name, source)
-        if source.encoding == "fp8_channel" and self.spec.is_transposed:
+        if source.encoding in ("fp8_channel", "mxfp8") and self.spec.is_transposed:
             return f"{name}: its scales are for inputs; choose other weights, for which the checkpoint is decoded"
         return self._misfit(name, source.block, part) if source.encoding == "fp8" else None
 
@@ -343,8 +343,8 @@ class CpuExperts(Operator):
             return self._load_nvfp4(name, stored, expert, part)
         assert isinstance(stored, Fp8Blocks), "only fp8 weights are taken"
         spec, side = self.spec, FP8_SIDE
-        if stored.is_by_output:
-            grid = self._with_inputs(name, 1)
+        if stored.block[0] == 1:  # fp8_channel and mxfp8
+            grid = self._with_inputs(name, stored.scales.shape[-1])
         elif misfit := self._misfit(name, stored.block, part):
             raise OperatorError(f"{self.name}: {misfit}.")
         else:

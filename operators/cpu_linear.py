@@ -17,7 +17,7 @@ from ktinject.errors import OperatorError
 from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.cpu_experts import check_kernel, weights_in_words
-from ktinject.operators.expert_formats import FP8_SIDE, K_QUANTS, CpuWeights
+from ktinject.operators.expert_formats import FLOATS, FP8_SIDE, K_QUANTS, CpuWeights
 from ktinject.operators.linears.packed_linear import PackedLinear
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _taken_by(config: CpuLinearConfig) -> tuple[str, ...]:
     if config.weights == "int4":
         groups = f"int4/{config.group_size}"
         return (groups,) if config.symmetric else (groups, f"{groups} zeros")
-    return (config.weights,) if config.weights in (*K_QUANTS, "fp8", "fp8_channel", "nvfp4", "int8") else ()
+    return (config.weights,) if config.weights in (*K_QUANTS, "fp8", *FLOATS, "int8") else ()
 
 
 @register_operator("cpu_linear")
@@ -56,8 +56,8 @@ class CpuLinear(PackedLinear):
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
     int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
-    Sums are fp32. A checkpoint's own fp8 (in blocks of 128 × 128, or with a scale for each output), nvfp4, int8 and
-    int4 are taken as they are. K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file,
+    Sums are fp32. A checkpoint's own fp8 (in blocks of 128 × 128, or with a scale for each output), mxfp8, nvfp4, int8
+    and int4 are taken as they are. K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file,
     q8_0 the codes of Q8_0 or of other int8 in groups; activations are int8 with a scale for 256 inputs beside them, for
     128 beside q8_0. Inputs on another device are copied to the CPU, and the result is copied back. Gradients flow to
     the input as with the unpacked weight; weight and bias are frozen.
@@ -66,7 +66,7 @@ class CpuLinear(PackedLinear):
     Config = CpuLinearConfig
     changing = frozenset({"_loaded_dtype"})
     # For `kept`: what its weights may become. Of one that is built, what it takes undecoded.
-    native_formats: tuple[str, ...] = (*K_QUANTS, "fp8", "fp8_channel", "nvfp4", "mxfp4", "int8", "int4")
+    native_formats: tuple[str, ...] = (*K_QUANTS, "fp8", *FLOATS, "mxfp4", "int8", "int4")
 
     def __init__(self, module: nn.Linear, config: CpuLinearConfig) -> None:
         if config.weights == "kept":  # what the checkpoint has in no format of the kernels'
@@ -183,7 +183,7 @@ class CpuLinear(PackedLinear):
             self.native.load_nvfp4(stored.codes, scales, stored.factors.item())
         else:
             assert isinstance(stored, Fp8Blocks), "there are no other formats"
-            if not stored.is_by_output and (misfit := self._misfit(stored.block)):
+            if stored.block[0] > 1 and (misfit := self._misfit(stored.block)):
                 raise OperatorError(misfit)
             self.native.load_fp8(stored.values.view(torch.uint8), stored.scales.contiguous())
 

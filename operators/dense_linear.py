@@ -51,9 +51,9 @@ class DenseLinear(NeverBuilt):
     | int4 | cpu_linear | int4_linear |
     | kept | the checkpoint's own format: cpu_linear; else as bf16 | as bf16 |
 
-    Of a checkpoint's formats, cpu_linear keeps fp8 (blocks of 128 × 128, or a scale for each output), nvfp4, mxfp4,
-    int8 (a scale for each output), int4 (groups of 32, 64 and 128), K-quants and q8_0. On a GPU, weights: fp8 and int4
-    take a checkpoint's own, too, with activations in fp8 in the first case.
+    Of a checkpoint's formats, cpu_linear keeps fp8 (blocks of 128 × 128, or a scale for each output), mxfp8, nvfp4,
+    mxfp4, int8 (a scale for each output), int4 (groups of 32, 64 and 128), K-quants and q8_0. On a GPU, weights: fp8
+    and int4 take a checkpoint's own, too, with activations in fp8 in the first case.
     """
 
     Config = DenseLinearConfig

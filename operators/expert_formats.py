@@ -1,8 +1,8 @@
 """What `weights: auto` and `kept` stand for: the formats, the most accurate first. Linear layers have `kept` alone.
 
 The order is that of the mean KL divergence of the two trained models in examples/models (docs/explanation/numbers.md).
-mxfp4, nvfp4 and fp8_channel are there only for a checkpoint that is stored in them: from other weights, int4 in groups
-of 64 is as small as the first two and more accurate, and fp8 as small as the last.
+mxfp4, nvfp4, fp8_channel and mxfp8 are there only for a checkpoint that is stored in them: from other weights, int4 in
+groups of 64 is as small as the first two and more accurate, and fp8 as small as the others.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ GROUPS = (32, 64, 128)  # inputs that share a scale, in int4
 KQuant = Literal["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "q8_0"]
 K_QUANTS = get_args(KQuant)  # kept from checkpoints, never made
 # What the CPU's kernels multiply by.
-CpuWeights = Literal["bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4", KQuant]
-FLOATS = ("fp8_channel", "nvfp4")  # with a factor for each output
+CpuWeights = Literal["bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4", "mxfp8", KQuant]
+FLOATS = ("fp8_channel", "nvfp4", "mxfp8")  # whose scales are for single outputs
 _Q8_0_INPUTS = 32  # that share a scale
 FP8_SIDE = 128  # of fp8's blocks, as the native core keeps them
 

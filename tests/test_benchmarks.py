@@ -54,7 +54,7 @@ def test_rows_have_the_columns_of_the_kept_results(rows: list[dict[str, str]]) -
 
 def test_every_kernel_that_can_run_has_a_ceiling(bench_moe) -> None:
     here = bench_moe._native.multiply_units()
-    floats = ("bf16", "fp8", "fp8_channel", "mxfp4", "nvfp4")
+    floats = ("bf16", "fp8", "fp8_channel", "mxfp4", "nvfp4", "mxfp8")
     for row in bench_moe._native.kernels():
         unit = bench_moe.unit_of(row["name"])
         assert not row["available"] or unit in here, row

@@ -18,6 +18,7 @@ from ktinject.planning.replacements import Replacement
 
 EXPERTS, GROUP_SIZE, ON_GPU = "experts", "group_size", "gpu_experts"
 _GROUPS = (32, 64, 128)
+_MADE = ("bf16", "int8", "fp8", "mxfp4", "int4")  # what auto may make of any weights, the most accurate first
 _PLAIN = regex.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 _WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 
@@ -84,7 +85,7 @@ def _settled(plan: Plan, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield values
         return
     declared = plan.ruleset.variables
-    if any(_has_zeros_of_the_checkpoint(replacement) for replacement in plan.replacements):
+    if any(_is_the_checkpoints_alone(replacement) for replacement in plan.replacements):
         yield {**values, EXPERTS: "kept"}
         return
     formats = {
@@ -92,7 +93,7 @@ def _settled(plan: Plan, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for replacement in plan.replacements
         if replacement.arguments.get("weights") == "auto"
     }
-    for weights, group_size in sorted(formats, key=lambda found: (_accuracy(found[0]), found[1])):
+    for weights, group_size in sorted(formats, key=lambda found: (_MADE.index(found[0]), found[1])):
         if weights != "int4" or GROUP_SIZE not in declared:
             yield {**values, EXPERTS: weights}
             continue
@@ -101,14 +102,14 @@ def _settled(plan: Plan, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {**values, EXPERTS: weights, GROUP_SIZE: size}
 
 
-def _has_zeros_of_the_checkpoint(replacement: Replacement) -> bool:
-    """Whether auto has come to codes with zero points, which are there only where the checkpoint has them."""
-    chosen = replacement.arguments.get("weights") == "auto" and replacement.arguments.get("symmetric", True)
-    return bool(chosen) and not getattr(replacement.config, "symmetric", True)
-
-
-def _accuracy(weights: str) -> int:
-    return ("bf16", "int8", "fp8", "mxfp4", "int4").index(weights)
+def _is_the_checkpoints_alone(replacement: Replacement) -> bool:
+    """Whether auto has come to what only a checkpoint that has it can give: other formats, and zero points."""
+    if replacement.arguments.get("weights") != "auto":
+        return False
+    has_zeros = replacement.arguments.get("symmetric", True) and not getattr(
+        replacement.config, "symmetric", True
+    )
+    return bool(has_zeros) or replacement.config.weights not in _MADE
 
 
 def _on_gpu(plan: Plan) -> int | None:

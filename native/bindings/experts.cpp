@@ -221,7 +221,7 @@ void init_experts(nb::module_& m) {
       .def("load_fp8", &load_fp8, nb::arg("projection"), nb::arg("expert"), nb::arg("codes"), nb::arg("scales"),
            nb::call_guard<WithoutGil>(),
            "Keep e4m3 codes uint8 [n, k], any strides, with scales fp32 [ceil(n / 128), ceil(k / 128)], for fp8 "
-           "weights; or [n, 1], for fp8_channel.")
+           "weights; or [n, 1], for fp8_channel; or [n, ceil(k / 32)], powers of two, for mxfp8.")
       .def("load_nvfp4", &load_nvfp4, nb::arg("projection"), nb::arg("expert"), nb::arg("codes"), nb::arg("scales"),
            nb::arg("factor"), nb::call_guard<WithoutGil>(),
            "Keep e2m1 codes uint8 [n, k / 2], an even input in the lower half of a byte, with e4m3 scales uint8 "

@@ -166,14 +166,12 @@ __device__ void decode(std::integral_constant<gemm::Format, gemm::Format::int8>,
   for (int i = 0; i < 4; ++i) values[i] = static_cast<float>(static_cast<int8_t>(bits >> (8 * i)));
 }
 template <gemm::Format kFormat>
-constexpr bool kIsFp8 = kFormat == gemm::Format::fp8 || kFormat == gemm::Format::fp8_channel;
-template <gemm::Format kFormat>
 constexpr bool kIsE2m1 = kFormat == gemm::Format::mxfp4 || kFormat == gemm::Format::nvfp4;
 template <gemm::Format kFormat>  // whether groups of inputs share a scale
-constexpr bool kHasGroups = kFormat == gemm::Format::fp8 || kIsE2m1<kFormat>;
+constexpr bool kHasGroups = kFormat == gemm::Format::fp8 || kFormat == gemm::Format::mxfp8 || kIsE2m1<kFormat>;
 
 template <gemm::Format kFormat>
-  requires kIsFp8<kFormat>
+  requires(gemm::has_e4m3_codes(kFormat))
 __device__ void decode(std::integral_constant<gemm::Format, kFormat>, uint32_t bits, float (&values)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -232,7 +230,7 @@ __device__ void multiply_codes(const Panels& matrix, const std::byte* panel, con
           }
 #pragma unroll
           for (int i = 0; i < kEach; ++i) dot = fmaf(values[i], x[i], dot);
-          if constexpr (kFormat == gemm::Format::mxfp4)
+          if constexpr (gemm::has_e8m0_scales(kFormat))
             dot *= __uint_as_float(static_cast<uint32_t>(panel[scale + j]) << 23);
           if constexpr (kFormat == gemm::Format::nvfp4) {
             const auto packed = static_cast<uint32_t>(panel[gemm::kFactorsBytes + static_cast<size_t>(scale + j)]);
@@ -438,6 +436,8 @@ void Resident::forward(const ResidentRequest& request, Stream to) const {
       return run(std::integral_constant<Format, Format::fp8>());
     case Format::mxfp4:
       return run(std::integral_constant<Format, Format::mxfp4>());
+    case Format::mxfp8:
+      return run(std::integral_constant<Format, Format::mxfp8>());
     case Format::fp8_channel:
       return run(std::integral_constant<Format, Format::fp8_channel>());
     case Format::nvfp4:

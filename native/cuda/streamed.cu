@@ -127,13 +127,24 @@ struct Words<gemm::Format::fp8> {
   }
 };
 
+// The e8m0 scale of the block that begins at `input`.
+__device__ float e8m0_scale(gemm::Format format, const Shape& shape, const std::byte* panel, int column, int input) {
+  return __uint_as_float(static_cast<uint32_t>(panel[gemm::scale_at(format, input / shape.group_size, column)]) << 23);
+}
+
 template <>
 struct Words<gemm::Format::mxfp4> {
   static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
                              int input, int row, int first) {
-    const auto e8m0 =
-        static_cast<uint32_t>(panel[gemm::scale_at(gemm::Format::mxfp4, (first + input) / shape.group_size, column)]);
-    put_e2m1(tile, bits, column, input + 8 * row, __uint_as_float(e8m0 << 23));
+    put_e2m1(tile, bits, column, input + 8 * row, e8m0_scale(gemm::Format::mxfp4, shape, panel, column, first + input));
+  }
+};
+
+template <>
+struct Words<gemm::Format::mxfp8> {
+  static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
+                             int input, int row, int first) {
+    put_fp8(tile, bits, column, input + 4 * row, e8m0_scale(gemm::Format::mxfp8, shape, panel, column, first + input));
   }
 };
 
@@ -507,6 +518,9 @@ void Streamed::unpack_run(const moe::PackedRun& run, const std::byte* from, size
         break;
       case gemm::Format::nvfp4:
         launch(unpack_kernel<gemm::Format::nvfp4>);
+        break;
+      case gemm::Format::mxfp8:
+        launch(unpack_kernel<gemm::Format::mxfp8>);
         break;
       case gemm::Format::q2_k:
         launch(unpack_kernel<gemm::Format::q2_k>);

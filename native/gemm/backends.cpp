@@ -11,17 +11,17 @@ namespace ktinject::gemm {
 
 // The products of kernels/, one line a file. All but the reference's read fp8_channel as fp8.
 Multiply reference_bf16, reference_int8, reference_int4, reference_fp8, reference_mxfp4;
-Multiply reference_fp8_channel, reference_nvfp4;
+Multiply reference_fp8_channel, reference_nvfp4, reference_mxfp8;
 Multiply reference_k_quant, reference_q8_0;
-Multiply avx2_bf16, avx2_int8, avx2_int4, avx2_fp8, avx2_mxfp4, avx2_nvfp4;
+Multiply avx2_bf16, avx2_int8, avx2_int4, avx2_fp8, avx2_mxfp4, avx2_nvfp4, avx2_mxfp8;
 Multiply avx2_q2_k, avx2_q3_k, avx2_q4_k, avx2_q5_k, avx2_q6_k, avx2_iq4_xs, avx2_q8_0;
 Multiply avxvnni_int8, avxvnni_int4;
-Multiply avx512_bf16, avx512_int8, avx512_int4, avx512_fp8, avx512_mxfp4, avx512_nvfp4;
+Multiply avx512_bf16, avx512_int8, avx512_int4, avx512_fp8, avx512_mxfp4, avx512_nvfp4, avx512_mxfp8;
 Multiply avx512_q2_k, avx512_q3_k, avx512_q4_k, avx512_q5_k, avx512_q6_k, avx512_iq4_xs, avx512_q8_0;
-Multiply amx_bf16, amx_int8, amx_int4, amx_fp8, amx_mxfp4, amx_nvfp4;
+Multiply amx_bf16, amx_int8, amx_int4, amx_fp8, amx_mxfp4, amx_nvfp4, amx_mxfp8;
 Multiply amx_q2_k, amx_q3_k, amx_q4_k, amx_q5_k, amx_q6_k, amx_iq4_xs, amx_q8_0;
 Multiply modelled_amx_bf16, modelled_amx_int8, modelled_amx_int4, modelled_amx_fp8, modelled_amx_mxfp4;
-Multiply modelled_amx_nvfp4;
+Multiply modelled_amx_nvfp4, modelled_amx_mxfp8;
 Multiply modelled_amx_q2_k, modelled_amx_q3_k, modelled_amx_q4_k, modelled_amx_q5_k, modelled_amx_q6_k;
 Multiply modelled_amx_iq4_xs, modelled_amx_q8_0;
 
@@ -53,6 +53,7 @@ constexpr Backend kBackends[] = {
       {kAmxBf16 | kAvx512Bf16, 0, amx_mxfp4},
       {kAmxBf16 | kAvx512Bf16, 0, amx_fp8},
       {kAmxBf16 | kAvx512Bf16, 0, amx_nvfp4},
+      {kAmxBf16 | kAvx512Bf16, 0, amx_mxfp8},
       {kAmxInt8 | kAvx512K, kOneByteTileRows, amx_q2_k},
       {kAmxInt8 | kAvx512K, kOneByteTileRows, amx_q3_k},
       {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_q4_k},
@@ -73,6 +74,7 @@ constexpr Backend kBackends[] = {
       {kAvx512Bf16, 0, avx512_mxfp4},
       {kAvx512Bf16, 0, avx512_fp8},
       {kAvx512Bf16, 0, avx512_nvfp4},
+      {kAvx512Bf16, 0, avx512_mxfp8},
       {kAvx512K, 0, avx512_q2_k},
       {kAvx512K, 0, avx512_q3_k},
       {kAvx512K, 0, avx512_q4_k},
@@ -100,6 +102,7 @@ constexpr Backend kBackends[] = {
       {0, 0, avx2_mxfp4},
       {0, 0, avx2_fp8},
       {0, 0, avx2_nvfp4},
+      {0, 0, avx2_mxfp8},
       {kF16c, 0, avx2_q2_k},
       {kF16c, 0, avx2_q3_k},
       {kF16c, 0, avx2_q4_k},
@@ -120,6 +123,7 @@ constexpr Backend kBackends[] = {
       {0, 0, reference_mxfp4},
       {0, 0, reference_fp8_channel},
       {0, 0, reference_nvfp4},
+      {0, 0, reference_mxfp8},
       {0, 0, reference_k_quant},
       {0, 0, reference_k_quant},
       {0, 0, reference_k_quant},
@@ -142,6 +146,7 @@ constexpr Backend kBackends[] = {
       {kAvx512Bf16, 0, modelled_amx_mxfp4},
       {kAvx512Bf16, 0, modelled_amx_fp8},
       {kAvx512Bf16, 0, modelled_amx_nvfp4},
+      {kAvx512Bf16, 0, modelled_amx_mxfp8},
       {kAvx512K, 0, modelled_amx_q2_k},
       {kAvx512K, 0, modelled_amx_q3_k},
       {kAvx512K, 0, modelled_amx_q4_k},

@@ -14,7 +14,7 @@
 //                              row 2r+1; a byte is e4m3 with its sign moved below the exponent's upper bits, see `Fp8`
 //   mxfp4 block of 32 inputs   4 rows x 64 bytes: nibble i of the 16-bit lanes of row r is row 4r+i of the bf16 block;
 //                              a nibble is e2m1
-//   fp8_channel, nvfp4         blocks as those of fp8 and mxfp4
+//   fp8_channel, mxfp8, nvfp4  blocks as those of fp8, fp8 and mxfp4
 //
 //   K-quants  block of 256 inputs (q8_0: 128), both tiles together: codes, scales and minima of a GGUF file, see
 //             gemm/k_quants.hpp
@@ -26,15 +26,16 @@
 //                 groups = ceil(k / group_size)
 //           fp8: float scale[groups][2], one for each tile and 128 inputs; the 128 outputs of a block share it
 //           mxfp4: uint8 scale[groups][32], e8m0: 2^(scale - 127), one for each output and 32 inputs
+//           mxfp8: scales as those of mxfp4
 //           fp8_channel: float factor[32]
 //           nvfp4: float factor[32], uint8 scale[groups][32], one for each output and 16 inputs, see `Nvfp4`
 //
 // The level of an int4 column is its largest |(q - zero) * scale| / 127 that could be: with it, (q - zero) * scale /
 // level fits int8, for kernels that run whole chains of int8.
-// fp8 and mxfp4 weights are multiplied as bf16: code * scale, rounded to bf16 (which mxfp4 never needs). So are those
-// of fp8_channel and nvfp4, without the factor: code, and code * scale, fit bf16, and the factor multiplies the sums.
-// n and k are padded with zeros. Source: the tile shapes are Intel's (Architecture Instruction Set Extensions, AMX);
-// one layout that AMX and AVX-512 share is described by KTransformers (SOSP'25).
+// fp8, mxfp4 and mxfp8 weights are multiplied as bf16: code * scale, rounded to bf16 (which only fp8 needs). So are
+// those of fp8_channel and nvfp4, without the factor: code, and code * scale, fit bf16, and the factor multiplies the
+// sums. n and k are padded with zeros. Source: the tile shapes are Intel's (Architecture Instruction Set Extensions,
+// AMX); one layout that AMX and AVX-512 share is described by KTransformers (SOSP'25).
 #pragma once
 
 #include <cstddef>
@@ -45,18 +46,34 @@
 
 namespace ktinject::gemm {
 
-enum class Format { bf16, int8, int4, fp8, mxfp4, fp8_channel, nvfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, q8_0 };
+enum class Format {
+  bf16,
+  int8,
+  int4,
+  fp8,
+  mxfp4,
+  fp8_channel,
+  nvfp4,
+  mxfp8,
+  q2_k,
+  q3_k,
+  q4_k,
+  q5_k,
+  q6_k,
+  iq4_xs,
+  q8_0
+};
 
 struct FormatName {
   Format format;
   const char* name;
 };
 inline constexpr FormatName kFormatNames[] = {
-    {Format::bf16, "bf16"},     {Format::int8, "int8"},   {Format::int4, "int4"},
-    {Format::fp8, "fp8"},       {Format::mxfp4, "mxfp4"}, {Format::fp8_channel, "fp8_channel"},
-    {Format::nvfp4, "nvfp4"},   {Format::q2_k, "q2_k"},   {Format::q3_k, "q3_k"},
-    {Format::q4_k, "q4_k"},     {Format::q5_k, "q5_k"},   {Format::q6_k, "q6_k"},
-    {Format::iq4_xs, "iq4_xs"}, {Format::q8_0, "q8_0"}};
+    {Format::bf16, "bf16"},   {Format::int8, "int8"},     {Format::int4, "int4"},
+    {Format::fp8, "fp8"},     {Format::mxfp4, "mxfp4"},   {Format::fp8_channel, "fp8_channel"},
+    {Format::nvfp4, "nvfp4"}, {Format::mxfp8, "mxfp8"},   {Format::q2_k, "q2_k"},
+    {Format::q3_k, "q3_k"},   {Format::q4_k, "q4_k"},     {Format::q5_k, "q5_k"},
+    {Format::q6_k, "q6_k"},   {Format::iq4_xs, "iq4_xs"}, {Format::q8_0, "q8_0"}};
 inline constexpr int kFormats = std::size(kFormatNames);
 inline const char* format_name(Format format) { return kFormatNames[static_cast<int>(format)].name; }
 
@@ -73,6 +90,14 @@ constexpr bool has_group_sums(Format format) { return format == Format::int4 || 
 KTINJECT_HOST_DEVICE constexpr bool has_factors(Format format) {
   return format == Format::fp8_channel || format == Format::nvfp4;
 }
+// Whether codes are e4m3, in blocks as fp8 has them.
+KTINJECT_HOST_DEVICE constexpr bool has_e4m3_codes(Format format) {
+  return format == Format::fp8 || format == Format::fp8_channel || format == Format::mxfp8;
+}
+// Whether scales are e8m0, one for each output and 32 inputs.
+KTINJECT_HOST_DEVICE constexpr bool has_e8m0_scales(Format format) {
+  return format == Format::mxfp4 || format == Format::mxfp8;
+}
 // Whether a scale is for a whole row, of which outliers are taken out.
 constexpr bool has_outliers(Format format) { return format == Format::int8 || format == Format::int4; }
 
@@ -83,8 +108,8 @@ inline constexpr int round_up(int value, int multiple) { return (value + multipl
 
 // Outputs and inputs that share a scale in fp8.
 inline constexpr int kFp8Block = 128;
-// Inputs that share a scale in mxfp4.
-inline constexpr int kMxfp4Group = 32;
+// Inputs that share a scale in mxfp4 and mxfp8.
+inline constexpr int kMxGroup = 32;
 // The same in nvfp4.
 inline constexpr int kNvfp4Group = 16;
 
@@ -141,7 +166,7 @@ KTINJECT_HOST_DEVICE constexpr int k_block_rows(Format format) {
 // Inputs that share a scale: int4 has the choice; 0 where that is all of them.
 inline constexpr int scale_group(Format format, int group_size) {
   return format == Format::fp8     ? kFp8Block
-         : format == Format::mxfp4 ? kMxfp4Group
+         : has_e8m0_scales(format) ? kMxGroup
          : format == Format::nvfp4 ? kNvfp4Group
          : is_k_quant(format)      ? k_quant(format).run
                                    : group_size;
@@ -154,7 +179,7 @@ KTINJECT_HOST_DEVICE constexpr int block_inputs(Format format) {
 KTINJECT_HOST_DEVICE constexpr size_t tile_bytes(Format format) {
   if (is_k_quant(format)) return static_cast<size_t>(k_block_rows(format)) * 32;
   if (format == Format::mxfp4 || format == Format::nvfp4) return 256;
-  return format == Format::int4 || format == Format::fp8 || format == Format::fp8_channel ? 512 : 1024;
+  return format == Format::int4 || has_e4m3_codes(format) ? 512 : 1024;
 }
 
 // Where the weight of output `column` of a panel and input k lies: bytes after the panel's head, and the bit it starts
@@ -192,7 +217,7 @@ struct Matrix {
   Format format = Format::bf16;
   int n = 0;           // outputs: columns of all tiles, padding left out
   int k = 0;           // inputs
-  int group_size = 0;  // inputs a scale: int4, fp8, mxfp4, nvfp4, K-quants
+  int group_size = 0;  // inputs a scale: int4, fp8, mxfp4, mxfp8, nvfp4, K-quants
   int panels = 0;
   bool symmetric = true;  // int4: no zero points
 
@@ -207,7 +232,7 @@ struct Matrix {
     if (format == Format::fp8_channel) return kFactorsBytes;
     const auto g = static_cast<size_t>(groups());
     const size_t bytes = format == Format::fp8     ? g * 2 * sizeof(float)
-                         : format == Format::mxfp4 ? g * kPanel
+                         : has_e8m0_scales(format) ? g * kPanel
                          : format == Format::nvfp4 ? kFactorsBytes + g * kPanel
                                                    : kPanel * sizeof(float) + g * kPanel * (symmetric ? 2 : 3);
     return (bytes + 63) / 64 * 64;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "gemm/k_quants.hpp"
@@ -41,7 +42,7 @@ uint32_t word_of(const T* values) {
 
 // codes [padded_k] of one output, one a byte, as checkpoints have them.
 void pack_codes(const Matrix& matrix, std::byte* panel, int column, const uint8_t* codes) {
-  if (matrix.format == Format::fp8 || matrix.format == Format::fp8_channel) {
+  if (has_e4m3_codes(matrix.format)) {
     place_column(matrix, panel, column, matrix.padded_k() / 4, [&](int i) {
       const uint8_t* c = codes + 4 * i;
       const auto pack = [](uint8_t code) { return static_cast<uint32_t>(Fp8::pack(code)); };
@@ -139,11 +140,17 @@ void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, 
       auto* codes = reinterpret_cast<uint8_t*>(quantised);
       for (int g = 0; g < matrix.groups(); ++g) {
         const int start = g * matrix.group_size, length = std::min(matrix.group_size, padded_k - start);
-        if (matrix.format == Format::fp8)
+        if (matrix.format == Format::fp8) {
           ops.quantise_fp8(row + start, length, fp8_scale(panel, g, second), codes + start);
-        else
-          reinterpret_cast<uint8_t*>(panel)[g * kPanel + column] =
-              ops.quantise_mxfp4(row + start, length, codes + start);
+          continue;
+        }
+        uint8_t& scale = reinterpret_cast<uint8_t*>(panel)[g * kPanel + column];
+        if (matrix.format == Format::mxfp8) {
+          scale = Mxfp8::scale_for(ops.max_abs(row + start, length));
+          ops.quantise_fp8(row + start, length, e8m0_value(scale), codes + start);
+        } else {
+          scale = ops.quantise_mxfp4(row + start, length, codes + start);
+        }
       }
       pack_codes(matrix, panel, column, codes);
     }
@@ -177,6 +184,9 @@ void unpack_column(const Matrix& matrix, const std::byte* panel, int column, flo
         case Format::fp8:
           out[k] = Fp8::value(static_cast<uint8_t>(code)) * fp8_scale(panel, k / matrix.group_size, column / kTile);
           break;
+        case Format::mxfp8:
+          out[k] = Fp8::value(static_cast<uint8_t>(code)) * e8m0_value(e8m0_scales(panel)[scale]);
+          break;
         case Format::fp8_channel:
           out[k] = Fp8::value(static_cast<uint8_t>(code)) * factors(panel)[column];
           break;
@@ -184,7 +194,7 @@ void unpack_column(const Matrix& matrix, const std::byte* panel, int column, flo
           out[k] = Mxfp4::value(code & 15) * (Nvfp4::scale(nvfp4_scales(panel)[scale]) * factors(panel)[column]);
           break;
         default:
-          out[k] = Mxfp4::value(code & 15) * Mxfp4::scale(mxfp4_scales(panel)[scale]);
+          out[k] = Mxfp4::value(code & 15) * e8m0_value(e8m0_scales(panel)[scale]);
       }
     }
   }
@@ -273,44 +283,83 @@ void pack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, const Vecto
   });
 }
 
+namespace {
+
+// The e8m0 code of a scale; -1 for what is no power of two that e8m0 has.
+int e8m0_of(float scale) {
+  const uint32_t bits = word_of(&scale), exponent = bits >> 23;
+  if (bits == 0x00400000u) return 0;  // 2^-127
+  return (bits & 0x807fffffu) != 0 || exponent == 0 || exponent == 255 ? -1 : static_cast<int>(exponent);
+}
+
+// Rows and columns of the scales that a matrix of the format has in a checkpoint.
+std::pair<int, int> fp8_grid(Format format, int n, int k) {
+  if (format == Format::fp8_channel) return {n, 1};
+  if (format == Format::mxfp8) return {n, (k + kMxGroup - 1) / kMxGroup};
+  return {(n + kFp8Block - 1) / kFp8Block, (k + kFp8Block - 1) / kFp8Block};
+}
+
+// The scales of tile t, in the head of its panel. Outputs past the last one have codes of zero, and any scale.
+void place_fp8_scales(const Matrix& matrix, const Fp8Source& source, int t, std::byte* panel, int second) {
+  auto* head = reinterpret_cast<float*>(panel);
+  const int columns = source.scale_columns;
+  if (matrix.format == Format::fp8) {
+    const int row = std::min(t * kTile / kFp8Block, source.scale_rows - 1);
+    for (int g = 0; g < columns; ++g) head[g * 2 + second] = source.scales[row * columns + g];
+    return;
+  }
+  for (int j = 0; j < kTile; ++j) {
+    const int column = second * kTile + j;
+    const float* scales = source.scales + static_cast<ptrdiff_t>(std::min(t * kTile + j, source.n - 1)) * columns;
+    if (matrix.format == Format::fp8_channel) head[column] = *scales;
+    else
+      for (int g = 0; g < columns; ++g)
+        reinterpret_cast<uint8_t*>(panel)[g * kPanel + column] = static_cast<uint8_t>(e8m0_of(scales[g]));
+  }
+}
+
+}  // namespace
+
 void pack_fp8(runtime::ThreadPool& workers, const Matrix& matrix, const Fp8Source& source, TileMap place,
               std::span<const PanelRun> runs, const std::string& what) {
   auto refuse = [&](const std::string& why) { throw std::domain_error(what + ": " + why); };
-  const bool by_channel = matrix.format == Format::fp8_channel;
-  if (matrix.format != Format::fp8 && !by_channel)
+  if (!has_e4m3_codes(matrix.format))
     refuse(std::string("fp8 codes for ") + format_name(matrix.format) + " weights; decode them first");
-  const int rows = by_channel ? source.n : (source.n + kFp8Block - 1) / kFp8Block;
-  const int columns = by_channel ? 1 : (source.k + kFp8Block - 1) / kFp8Block;
+  const auto [rows, columns] = fp8_grid(matrix.format, source.n, source.k);
   if (source.scale_rows != rows || source.scale_columns != columns)
     refuse("found scales [" + std::to_string(source.scale_rows) + ", " + std::to_string(source.scale_columns) +
            "]; expected [" + std::to_string(rows) + ", " + std::to_string(columns) + "]");
-  for (int i = 0; i < rows * columns; ++i)
-    if (!(source.scales[i] >= Fp8::kLeastScale && source.scales[i] <= Fp8::kMostScale))
+  const bool is_mx = matrix.format == Format::mxfp8;
+  for (int i = 0; i < rows * columns; ++i) {
+    const float scale = source.scales[i];
+    if (is_mx ? e8m0_of(scale) < 0 : !(scale >= Fp8::kLeastScale && scale <= Fp8::kMostScale))
       refuse("the scale of block [" + std::to_string(i / columns) + ", " + std::to_string(i % columns) + "] is " +
-             std::to_string(source.scales[i]) + "; allowed: 2^-100 to 2^100");
+             std::to_string(scale) + "; allowed: " + (is_mx ? "powers of two" : "2^-100 to 2^100"));
+  }
   const auto padded_k = static_cast<size_t>(matrix.padded_k());
   std::byte* buffers = workers.buffer(0, static_cast<size_t>(workers.threads()) * padded_k);
   each_tile(workers, runs, place, [&](int t, int worker) {
     const TileAt at = place(t);
     std::byte* panel = panel_of(matrix, runs, at.panel);
-    // Outputs past the last one have codes of zero, and any scale.
-    auto* head = reinterpret_cast<float*>(panel);
-    if (by_channel) {
-      for (int j = 0; j < kTile; ++j) head[at.second * kTile + j] = source.scales[std::min(t * kTile + j, rows - 1)];
-    } else {
-      const int scale_row = std::min(t * kTile / kFp8Block, rows - 1);
-      for (int g = 0; g < columns; ++g) head[g * 2 + at.second] = source.scales[scale_row * columns + g];
-    }
+    place_fp8_scales(matrix, source, t, panel, at.second);
     auto* codes = reinterpret_cast<uint8_t*>(buffers) + static_cast<size_t>(worker) * padded_k;
     for (int j = 0; j < kTile; ++j) {
-      const int output = t * kTile + j;
+      const int output = t * kTile + j, column = at.second * kTile + j;
       std::fill(codes, codes + padded_k, uint8_t{0});
       if (output < source.n)
         for (int k = 0; k < source.k; ++k) {
           codes[k] = source.codes[output * source.n_stride + k * source.k_stride];
           if (Fp8::is_nan(codes[k])) refuse("output row " + std::to_string(output) + " holds a NaN");
         }
-      pack_codes(matrix, panel, at.second * kTile + j, codes);
+      for (int g = 0; is_mx && g < columns; ++g) {
+        const int scale = e8m0_scales(panel)[g * kPanel + column];
+        const bool is_used = std::any_of(codes + g * kMxGroup, codes + (g + 1) * kMxGroup,
+                                         [](uint8_t code) { return (code & 0x7f) != 0; });
+        if (is_used && (scale < Mxfp8::kLeastScale || scale > Mxfp8::kMostScale))
+          refuse("the scale of output row " + std::to_string(output) + ", group " + std::to_string(g) + " is 2^" +
+                 std::to_string(scale - 127) + "; allowed: 2^-117 to 2^119. Choose weights: bf16");
+      }
+      pack_codes(matrix, panel, column, codes);
     }
   });
 }

@@ -26,7 +26,7 @@ struct Source {
 };
 
 // An fp8 weight as it is stored: e4m3 codes [n, k], and a scale [ceil(n / 128), ceil(k / 128)] for each block; or [n,
-// 1] for each output, of fp8_channel.
+// 1] for each output, of fp8_channel; or [n, ceil(k / 32)], powers of two, of mxfp8.
 struct Fp8Source {
   const uint8_t* codes = nullptr;
   int n = 0;
@@ -110,8 +110,8 @@ inline void pack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, cons
   pack_matrix(workers, matrix, ops, source, place, whole, what);
 }
 
-// The same from fp8 codes, for an fp8 or fp8_channel matrix: they are kept bit by bit. std::domain_error for a NaN and
-// for scales out of range, too.
+// The same from fp8 codes, for an fp8, fp8_channel or mxfp8 matrix: they are kept bit by bit, and scales, too.
+// std::domain_error for a NaN and for scales out of range, too.
 void pack_fp8(runtime::ThreadPool& workers, const Matrix& matrix, const Fp8Source& source, TileMap place,
               std::span<const PanelRun> runs, const std::string& what);
 

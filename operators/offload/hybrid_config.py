@@ -9,7 +9,7 @@ from ktinject.machine import canonical
 from ktinject.operators.cpu_experts import CpuExpertsConfig
 
 # Formats that have a kernel for experts on a GPU.
-GPU_FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4", "q8_0")
+GPU_FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4", "mxfp8", "q8_0")
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def attempt(content: bytes, folder: Path) -> str:
                     outcome = f"accepted as {form.name}"
                     # A code of FP8 may be NaN, which is looked for on request only, as in weights of floats.
                     assert "fp8" in form.name or bool((values == values).all()), f"{key}: {form}: NaN"
-                if form.encoding in ("int4", "int8", "fp8", "fp8_channel", "nvfp4", "nvfp4_across"):
+                if form.encoding in ("int4", "int8", "fp8", "fp8_channel", "mxfp8", "nvfp4", "nvfp4_across"):
                     checkpoint.stored(key)
     except CheckpointError as error:
         assert str(folder) in str(error) and str(error).count("\n") < 20 and len(str(error)) < 5000, error

@@ -13,7 +13,7 @@ import torch
 from ktinject import _native
 
 TABLE = _native.kernels()
-FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4", *k_quants.KINDS)
+FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4", "mxfp8", *k_quants.KINDS)
 
 
 def _cases(row):
@@ -64,6 +64,7 @@ def test_modelled_kernels_are_never_chosen_by_themselves():
         ("mxfp4", 0, True),
         ("fp8_channel", 0, True),
         ("nvfp4", 0, True),
+        ("mxfp8", 0, True),
     ],
 )
 def test_packed_weights_do_not_depend_on_the_instruction_set(weights, group_size, symmetric):

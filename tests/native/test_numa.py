@@ -61,7 +61,7 @@ def run(native: _native.Experts, hidden: int, tokens: int, experts: int = 6) -> 
     return out
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "fp8", "mxfp4"])
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "fp8", "mxfp4", "mxfp8"])
 @pytest.mark.parametrize("sizes", [(256, 128), (100, 200), (33, 17), (160, 1)])
 @pytest.mark.parametrize("has_gate", [True, False])
 def test_results_do_not_depend_on_the_number_of_nodes(weights, sizes, has_gate):

@@ -31,6 +31,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "mxfp4": {"weights": "mxfp4"},
     "fp8_channel": {"weights": "fp8_channel"},
     "nvfp4": {"weights": "nvfp4"},
+    "mxfp8": {"weights": "mxfp8"},
 }
 # What a GPU unpacks, and computes where experts are on it. q8_0: of widths that are multiples of 32.
 ON_GPU: dict[str, dict[str, Any]] = {
@@ -42,6 +43,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
     "mxfp4": {"weights": "mxfp4"},
     "fp8_channel": {"weights": "fp8_channel"},
     "nvfp4": {"weights": "nvfp4"},
+    "mxfp8": {"weights": "mxfp8"},
     "q8_0": {"weights": "q8_0"},
 }
 # K-quants come from GGUF files alone: tests/ktinject/loading/test_k_quants.py.

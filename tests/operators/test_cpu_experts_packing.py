@@ -144,7 +144,7 @@ def test_what_was_not_loaded_is_named() -> None:
     operator.finish()
 
 
-@pytest.mark.parametrize("name", ["int8", "int4_g32", "int4_g32_zero", "fp8", "mxfp4"])
+@pytest.mark.parametrize("name", ["int8", "int4_g32", "int4_g32_zero", "fp8", "mxfp4", "mxfp8"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_without_a_scale_are_refused(name: str, value: float) -> None:
     operator = build(family("qwen3_moe"), name)
@@ -255,7 +255,7 @@ def test_int4_with_zero_points_is_no_worse_than_from_least_to_greatest() -> None
 
 
 def test_zero_points_are_for_int4_alone() -> None:
-    for weights in ("bf16", "int8", "fp8", "mxfp4"):
+    for weights in ("bf16", "int8", "fp8", "mxfp4", "mxfp8"):
         with pytest.raises(OperatorError, match="symmetric: found false; only int4 weights have zero points"):
             CpuExperts.build(
                 family("qwen3_moe"), CpuExpertsConfig(device="cpu", weights=weights, symmetric=False)
@@ -291,6 +291,21 @@ def test_mxfp4_is_rounded_to_nearest_with_the_better_power_of_two() -> None:
             best = error if best is None else torch.minimum(best, error)
         found = operator.unpack(name).unflatten(-1, (-1, 32))
         torch.testing.assert_close((found - w).square().sum(-1), best, rtol=1e-4, atol=1e-9)
+
+
+def test_mxfp8_is_rounded_to_nearest_with_the_least_power_of_two() -> None:
+    module = gaussian(160, 96)
+    operator = filled(module, "mxfp8")
+    for name, parameter in reference.parameters_of(module).items():
+        w = parameter.unflatten(-1, (-1, 32))
+        scale = torch.exp2(torch.ceil(torch.log2(w.abs().amax(-1, keepdim=True) / 448)))
+        want = (w / scale).to(torch.float8_e4m3fn).float() * scale
+        found = operator.unpack(name)
+        assert torch.equal(found.unflatten(-1, (-1, 32)), want)
+        again = CpuExperts.build(module, operator.config)
+        again.allocate()
+        again.load(name, found, None, None)
+        assert torch.equal(again.unpack(name), found), "values of the format come back"
 
 
 def test_a_row_of_zeros_stays_zero() -> None:

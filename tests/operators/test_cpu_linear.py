@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import operator as operator_module
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ TOLERANCE = {
     "mxfp4": 0.14,
     "fp8_channel": 4e-2,
     "nvfp4": 0.14,
+    "mxfp8": 4e-2,
 }
 # Against the unpacked weights and activations rounded as the kernels round them: fp32 sums remain, and for int4 on
 # AMX the second rounding of the weights, to the int8 grid of their column. Seen: 3e-7 and 5e-3.
@@ -107,7 +109,7 @@ KEPT = {
     "int8_zeros": ("bf16", "rounded to bf16"),
     "modelopt_nvfp4": ("nvfp4", "kept"),
     "mxfp4": ("mxfp4", "exact"),
-    "mxfp8": ("bf16", "exact"),
+    "mxfp8": ("mxfp8", "kept"),
     "nvfp4": ("nvfp4", "kept, 1 / scale rounded to fp32"),
     "packed4": ("int4 group 32", "kept"),
     "packed4_channel": ("int4 group 128", "kept"),
@@ -187,7 +189,7 @@ def test_codes_in_groups_become_q8_0() -> None:
 
 def test_codes_that_do_not_fit_are_refused() -> None:
     fp8 = torch.zeros(200, 256).to(torch.float8_e4m3fn)
-    grid = torch.ones(2, 2)
+    grid, at = torch.ones(2, 2), (torch.tensor(3), torch.tensor(1))
 
     def load(weights: str, stored: Any, **arguments: Any) -> None:
         operator = CpuLinear.build(
@@ -207,6 +209,11 @@ def test_codes_that_do_not_fit_are_refused() -> None:
         load("fp8", Fp8Blocks(fp8, grid[:, :1], (128, 128)))
     with pytest.raises(OperatorError, match=r"the scale of block \[0, 0\] is 0\.0"):
         load("fp8", Fp8Blocks(fp8, 0 * grid, (128, 128)))
+    with pytest.raises(OperatorError, match=r"found scales \[200, 4\]; expected \[200, 8\]"):
+        load("mxfp8", Fp8Blocks(fp8, torch.ones(200, 4), (1, 32)))
+    for scale in (0.75, 0.0, -1.0, math.inf):
+        with pytest.raises(OperatorError, match=r"block \[3, 1\] is .*; allowed: powers of two"):
+            load("mxfp8", Fp8Blocks(fp8, torch.ones(200, 8).index_put(at, torch.tensor(scale)), (1, 32)))
     with pytest.raises(OperatorError, match="fp8 codes for nvfp4 weights"):
         load("nvfp4", Fp8Blocks(fp8, grid, (128, 128)))
     codes, scales = torch.zeros(200, 128, dtype=torch.uint8), torch.ones(200, 16).to(torch.float8_e4m3fn)
@@ -223,6 +230,36 @@ def test_codes_that_do_not_fit_are_refused() -> None:
         load("int4", Codes(whole, torch.ones(200, 2), None, torch.arange(256) // 128))
     with pytest.raises(OperatorError, match="integers for bf16 weights; decode them first"):
         load("bf16", Codes(whole, torch.ones(200, 1), bits=8))
+
+
+@pytest.mark.parametrize("kernel", [row["name"] for row in KERNELS if row["weights"] == "mxfp8"])
+def test_every_code_of_mxfp8_and_the_scales_that_bf16_has_room_for(kernel: str) -> None:
+    """2^-117 to 2^119 are exact; beyond, groups of zeros alone are taken."""
+    every = torch.arange(256).remainder(127).to(torch.uint8)
+    codes = torch.stack([every, every | 128]).view(torch.float8_e4m3fn)
+    x = torch.eye(256)
+
+    def loaded(exponent: int, codes: torch.Tensor = codes) -> CpuLinear:
+        config = CpuLinearConfig(device="cpu", weights="mxfp8", kernel=kernel)
+        operator = CpuLinear.build(linear(2, 256), config)
+        operator.allocate()
+        scales = torch.ones(2, 8)
+        scales[1, 5] = 2.0**exponent
+        operator.load_stored("weight", Fp8Blocks(codes, scales, (1, 32)), None, None)
+        return operator
+
+    for exponent in (-117, -20, 0, 119):
+        want, operator = codes.float(), loaded(exponent)
+        want[1, 160:192] *= 2.0**exponent
+        assert want.bfloat16().float().equal(want) and operator.unpack("weight").equal(want)
+        assert operator(x).equal(want.T) and operator(x[163:164]).equal(want[:, 163:164].T)
+    for exponent in (-127, -118, 120, 127):
+        with pytest.raises(OperatorError, match=rf"row 1, group 5 is 2\^{exponent}; .* Choose weights: bf16"):
+            loaded(exponent)
+        zeros = codes.float()
+        zeros[1, 160:192] = torch.tensor([0.0, -0.0]).repeat(16)
+        operator = loaded(exponent, zeros.to(torch.float8_e4m3fn))
+        assert operator.unpack("weight").equal(zeros) and operator(x).equal(zeros.T)
 
 
 def test_a_kernel_that_is_named_decides_about_the_format() -> None:

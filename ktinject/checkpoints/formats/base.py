@@ -121,7 +121,7 @@ class Fp8Blocks:
 
     values  [n, k] float8_e4m3fn
     scales  [ceil(n / block n), ceil(k / block k)] fp32, positive
-    block   (n, k); (1, k) where an output has one
+    block   (n, k); (1, k) where an output has one; (1, 32) of MXFP8
     """
 
     values: Tensor

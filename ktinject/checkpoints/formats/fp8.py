@@ -70,8 +70,12 @@ class Fp8(SourceFormat):
         check_transforms(reader, key)
         if not reader.complete:
             block = _block_size(reader, key) if _has_blocks(reader, scale) else None
+            if block == (1, _MX):  # of published checkpoints, those with exponents alone have such blocks
+                return _mxfp8(scale)
             return Format("fp8_blocks" if block else "fp8", (scale,), block, encoding="fp8" if block else "")
         name, block = _scheme(reader, key, scale)
+        if name == "mxfp8":
+            return _mxfp8(scale)
         exact = ("bf16",) if reader.tensors[scale].dtype in _EXPONENTS else ()
         if name == "fp8_tensor":
             block = BLOCK  # one scale for all is the same scale for each block
@@ -85,6 +89,10 @@ class Fp8(SourceFormat):
 
     def stored(self, reader: Reader, key: str, form: Format) -> Fp8Blocks:
         return _read(reader, key, form, None)
+
+
+def _mxfp8(scale: str) -> Format:
+    return Format("mxfp8", (scale,), (1, _MX), group_size=_MX, encoding="mxfp8", exact_in=("bf16", "mxfp8"))
 
 
 def _read(reader: Reader, key: str, form: Format, index: int | None) -> Fp8Blocks:

@@ -7,8 +7,8 @@
 // in the L2 cache while all panels of the call pass by. The accumulators wait in c.
 //
 // int4 runs on the same int8 chains: q * scale becomes a whole number of the column's level (see gemm/layout.hpp),
-// which rounds by at most half a level, 1/254 of the column's largest weight. fp8 and mxfp4 become bf16. A slice of a
-// panel is expanded once for all rows; with some rows, between the tile products of the slice before.
+// which rounds by at most half a level, 1/254 of the column's largest weight. Floats of 8 and 4 bits become bf16. A
+// slice of a panel is expanded once for all rows; with some rows, between the tile products of the slice before.
 #include <immintrin.h>
 
 #include "gemm/kernels/dequantise.hpp"
@@ -454,6 +454,10 @@ void amx_nvfp4(const Matrix& matrix, const std::byte* panels, int count, const P
                std::byte* scratch, const Epilogue* epilogue) {
   decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_nvfp4);
 }
+void amx_mxfp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+               std::byte* scratch, const Epilogue* epilogue) {
+  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_mxfp8);
+}
 void modelled_amx_fp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                       std::byte* scratch, const Epilogue* epilogue) {
   decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_fp8);
@@ -465,6 +469,10 @@ void modelled_amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count
 void modelled_amx_nvfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
                         float* c, std::byte* scratch, const Epilogue* epilogue) {
   decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_nvfp4);
+}
+void modelled_amx_mxfp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
+                        float* c, std::byte* scratch, const Epilogue* epilogue) {
+  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_mxfp8);
 }
 
 }  // namespace ktinject::gemm

@@ -239,6 +239,11 @@ void avx2_nvfp4(const Matrix& matrix, const std::byte* panels, int count, const 
   decoded(matrix, panels, count, rows, c, scratch, avx2_decode_nvfp4);
 }
 
+void avx2_mxfp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                std::byte* scratch, const Epilogue*) {
+  decoded(matrix, panels, count, rows, c, scratch, avx2_decode_mxfp8);
+}
+
 void avx2_int8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                std::byte*, const Epilogue*) {
   for_runs<1>(matrix, panels, count, rows, c,

@@ -394,6 +394,11 @@ void avx512_nvfp4(const Matrix& matrix, const std::byte* panels, int count, cons
   decoded(matrix, panels, count, rows, c, scratch, avx512_decode_nvfp4);
 }
 
+void avx512_mxfp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                  std::byte* scratch, const Epilogue*) {
+  decoded(matrix, panels, count, rows, c, scratch, avx512_decode_mxfp8);
+}
+
 }  // namespace ktinject::gemm
 
 #pragma GCC pop_options

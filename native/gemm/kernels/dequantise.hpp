@@ -20,10 +20,14 @@ void avx512_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first
                          std::byte* to);
 void avx512_decode_nvfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
                          std::byte* to);
+void avx512_decode_mxfp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                         std::byte* to);
 void avx2_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead, std::byte* to);
 void avx2_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
                        std::byte* to);
 void avx2_decode_nvfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                       std::byte* to);
+void avx2_decode_mxfp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
                        std::byte* to);
 
 // Blocks that are decoded at a time: 2 KiB each.

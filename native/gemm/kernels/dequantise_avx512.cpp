@@ -3,8 +3,10 @@
 // fp8: the low five bits of a packed byte (see `Fp8`) choose sign, mantissa and the lowest exponent bit of scale *
 // code, rounded to bf16; the upper three bits are added to the exponent. Codes with an exponent of zero come from a
 // table of their own. A scale belongs to a whole tile and four blocks, for which the two tables are made; fp8_channel
-// has none. mxfp4: sixteen values, to whose exponent that of the scale is added; zeros stay zero. nvfp4: a code is a
-// power of two, or 1.5 times one; its sign and exponent are added to the scale, or to 1.5 times the scale.
+// has none. mxfp8 has the tables of the largest scale; what others have less is taken off the exponents, by a
+// difference that is unsigned and saturates, so that zeros stay zero. mxfp4: sixteen values, to whose exponent that of
+// the scale is added; zeros stay zero. nvfp4: a code is a power of two, or 1.5 times one; its sign and exponent are
+// added to the scale, or to 1.5 times the scale.
 #include <immintrin.h>
 
 #include "gemm/kernels/dequantise.hpp"
@@ -46,30 +48,59 @@ inline __m512i fp8_lanes(__m512i codes, __m512i exponents, const Fp8Tables& tabl
   return _mm512_add_epi16(value, exponents);
 }
 
+// scales [16] e8m0 as exponents of bf16, in both lanes of each output.
+inline __m512i e8m0_lanes(const uint8_t* scales) {
+  const __m512i scale = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)));
+  return _mm512_slli_epi16(_mm512_or_si512(scale, _mm512_slli_epi32(scale, 16)), 7);
+}
+
+// A block of fp8 codes: two rows of bf16 for each of theirs. finish(tile, values) makes results of the values that the
+// tables of the tile give.
+template <class Finish>
+inline void fp8_block(const std::byte* from, size_t ahead, const Fp8Tables* tables, std::byte* to, Finish finish) {
+  const __m512i upper = _mm512_set1_epi16(0x0700);
+#pragma GCC unroll 2
+  for (int tile = 0; tile < 2; ++tile) {
+#pragma GCC unroll 8
+    for (int row = 0; row < 8; ++row, to += 128) {
+      const std::byte* codes = from + tile * 512 + row * 64;
+      _mm_prefetch(reinterpret_cast<const char*>(codes + ahead), _MM_HINT_T0);
+      const __m512i pair = _mm512_load_si512(codes), second = _mm512_srli_epi16(pair, 8);
+      const __m512i values[2] = {fp8_lanes(pair, _mm512_and_si512(_mm512_slli_epi16(pair, 3), upper), tables[tile]),
+                                 fp8_lanes(second, _mm512_and_si512(_mm512_srli_epi16(pair, 5), upper), tables[tile])};
+      _mm512_store_si512(to, finish(tile, values[0]));
+      _mm512_store_si512(to + 64, finish(tile, values[1]));
+    }
+  }
+}
+
 }  // namespace
 
 void avx512_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
                        std::byte* to) {
   constexpr int kBlocksAScale = kFp8Block / 32;
-  const __m512i upper = _mm512_set1_epi16(0x0700);
   const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 1024;
   Fp8Tables tables[2];
-  for (int block = first; block < first + blocks; ++block, from += 1024) {
+  for (int block = first; block < first + blocks; ++block, from += 1024, to += 2048) {
     if (block == first || block % kBlocksAScale == 0)
       for (int tile = 0; tile < 2; ++tile)
         tables[tile] = fp8_tables(has_factors(matrix.format) ? 1.0f : fp8_scale(panel, block / kBlocksAScale, tile));
-#pragma GCC unroll 2
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma GCC unroll 8
-      for (int row = 0; row < 8; ++row, to += 128) {
-        const std::byte* codes = from + tile * 512 + row * 64;
-        _mm_prefetch(reinterpret_cast<const char*>(codes + ahead), _MM_HINT_T0);
-        const __m512i pair = _mm512_load_si512(codes);
-        _mm512_store_si512(to, fp8_lanes(pair, _mm512_and_si512(_mm512_slli_epi16(pair, 3), upper), tables[tile]));
-        _mm512_store_si512(to + 64, fp8_lanes(_mm512_srli_epi16(pair, 8),
-                                              _mm512_and_si512(_mm512_srli_epi16(pair, 5), upper), tables[tile]));
-      }
-    }
+    fp8_block(from, ahead, tables, to, [](int, __m512i value) { return value; });
+  }
+}
+
+void avx512_decode_mxfp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                         std::byte* to) {
+  Fp8Tables table = fp8_tables(e8m0_value(Mxfp8::kMostScale));
+  table.subnormal = _mm512_maskz_mov_epi16(0xfffeffffu, table.subnormal);  // the zero that is negative
+  const Fp8Tables tables[2] = {table, table};
+  const __m512i most = _mm512_set1_epi16(Mxfp8::kMostScale << 7);
+  const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 1024;
+  const uint8_t* scales = e8m0_scales(panel) + static_cast<size_t>(first) * kPanel;
+  for (int block = 0; block < blocks; ++block, from += 1024, to += 2048, scales += kPanel) {
+    const __m512i less[2] = {_mm512_sub_epi16(most, e8m0_lanes(scales)),
+                             _mm512_sub_epi16(most, e8m0_lanes(scales + kTile))};
+    fp8_block(from, ahead, tables, to, [&](int tile, __m512i value) { return _mm512_subs_epu16(value, less[tile]); });
   }
 }
 
@@ -79,13 +110,11 @@ void avx512_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first
   const __m512i table = _mm512_broadcast_i64x4(sixteen);  // twice: lookups see the lowest bit of the next code
   const __m512i magnitude = _mm512_set1_epi16(7);
   const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 512;
-  const uint8_t* scales = mxfp4_scales(panel) + static_cast<size_t>(first) * kPanel;
+  const uint8_t* scales = e8m0_scales(panel) + static_cast<size_t>(first) * kPanel;
   for (int block = 0; block < blocks; ++block, from += 512, scales += kPanel) {
 #pragma GCC unroll 2
     for (int tile = 0; tile < 2; ++tile) {
-      const __m512i scale =
-          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + tile * kTile)));
-      const __m512i exponents = _mm512_slli_epi16(_mm512_or_si512(scale, _mm512_slli_epi32(scale, 16)), 7);
+      const __m512i exponents = e8m0_lanes(scales + tile * kTile);
 #pragma GCC unroll 4
       for (int row = 0; row < 4; ++row, to += 256) {
         const std::byte* codes = from + tile * 256 + row * 64;

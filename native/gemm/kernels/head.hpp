@@ -22,7 +22,14 @@ inline const uint8_t* int4_zeros(const Matrix& matrix, const std::byte* panel) {
 inline float fp8_scale(const std::byte* panel, int group, int tile) {
   return reinterpret_cast<const float*>(panel)[group * 2 + tile];
 }
-inline const uint8_t* mxfp4_scales(const std::byte* panel) { return reinterpret_cast<const uint8_t*>(panel); }
+// Of mxfp4 and mxfp8.
+inline const uint8_t* e8m0_scales(const std::byte* panel) { return reinterpret_cast<const uint8_t*>(panel); }
+inline float e8m0_value(uint8_t e8m0) {
+  const uint32_t bits = uint32_t{e8m0} << 23;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
 // Of fp8_channel and nvfp4.
 inline const float* factors(const std::byte* panel) { return reinterpret_cast<const float*>(panel); }
 inline const uint8_t* nvfp4_scales(const std::byte* panel) {
@@ -87,11 +94,19 @@ struct Mxfp4 {
     constexpr float magnitudes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
     return code & 8 ? -magnitudes[code & 7] : magnitudes[code & 7];
   }
-  static float scale(uint8_t e8m0) {
-    const uint32_t bits = uint32_t{e8m0} << 23;
-    float value;
-    __builtin_memcpy(&value, &bits, sizeof value);
-    return value;
+};
+
+// e4m3 codes with e8m0 scales: within these, code * 2^(scale - 127) is a normal bf16 or zero, and exact.
+struct Mxfp8 {
+  static constexpr int kLeastScale = 10, kMostScale = 246;
+
+  // The least scale for which `most`, the largest magnitude, is at most 448 of it. Values that fit some such grid
+  // exactly come back exactly: to halve a scale adds one to the exponents of codes.
+  static uint8_t scale_for(float most) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &most, sizeof bits);
+    const int scale = static_cast<int>(bits >> 23) - 8 + ((bits & 0x7fffffu) > 0x600000u ? 1 : 0);
+    return static_cast<uint8_t>(scale < kLeastScale ? kLeastScale : scale > kMostScale ? kMostScale : scale);
   }
 };
 

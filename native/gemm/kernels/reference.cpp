@@ -77,7 +77,7 @@ void reference_int4(const Matrix& matrix, const std::byte* panels, int count, co
 
 namespace {
 
-// The 16-bit lane of packed fp8 or mxfp4 in which input k of output j lies, from its lowest code on.
+// The 16-bit lane of packed fp8, mxfp4 and their like in which input k of output j lies, from its lowest code on.
 uint32_t lane_of(const Matrix& matrix, const std::byte* panel, int k, int j) {
   uint16_t lane;
   __builtin_memcpy(&lane, at(matrix, panel, j, k), 2);
@@ -113,8 +113,16 @@ void reference_fp8(const Matrix& matrix, const std::byte* panels, int count, con
 void reference_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                      std::byte*, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
-    const uint8_t scale = mxfp4_scales(panel)[k / kMxfp4Group * kPanel + j];
-    return Mxfp4::value(static_cast<int>(lane_of(matrix, panel, k, j) & 15)) * Mxfp4::scale(scale);
+    const uint8_t scale = e8m0_scales(panel)[k / kMxGroup * kPanel + j];
+    return Mxfp4::value(static_cast<int>(lane_of(matrix, panel, k, j) & 15)) * e8m0_value(scale);
+  });
+}
+
+void reference_mxfp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                     std::byte*, const Epilogue*) {
+  decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
+    const auto code = static_cast<uint8_t>(lane_of(matrix, panel, k, j));
+    return Fp8::value(code) * e8m0_value(e8m0_scales(panel)[k / kMxGroup * kPanel + j]);
   });
 }
 

@@ -115,6 +115,9 @@ def test_an_index_alone_tells_fp8_from_floats(tmp_path: Path) -> None:
         assert checkpoint.format_of("norm.weight") == Format("float")
         with pytest.raises(CheckpointError, match="only the index is there"):
             checkpoint.decode(KEY)
+    with Checkpoint.open(tmp_path, {"quant_method": "fp8", "weight_block_size": [1, 32]}) as checkpoint:
+        form = checkpoint.format_of(KEY)
+        assert (form.name, form.encoding, form.group_size) == ("mxfp8", "mxfp8", 32)
 
 
 # Refusals

@@ -14,6 +14,7 @@ import pytest
 import torch
 from gguf_by_hand import ARRAY, BOOL, F32, STRING, U16, U32, array, converted, entry, image, tensor
 from safetensors.torch import load_file, save_file
+from transformers.integrations.gguf import dequant
 
 import ktinject
 from ktinject import machine, rules
@@ -38,10 +39,12 @@ _EXPONENTS = {
     "Q4_1": (1, 3), "Q5_1": (1, 3), "Q4_K": (1, 3), "Q5_K": (1, 3), "Q2_K": (81, 83), "Q3_K": (109,), "Q6_K": (209,),
     "IQ1_M": (55,), "MXFP4": (), "TQ2_0": (65,), "TQ1_0": (53,),
 }  # fmt: skip
+_NOT_IN_TRANSFORMERS = ("Q5_0", "Q5_1", "MXFP4", "TQ2_0", "TQ1_0")
 
 
 @pytest.mark.parametrize("kind", gguf_blocks.TYPES)
-def test_blocks_of_any_bits_are_what_the_gguf_package_makes_of_them(kind: str) -> None:
+def test_blocks_of_any_bits_are_what_two_others_make_of_them(kind: str) -> None:
+    """The gguf package, and transformers' own dequantisers, which have 17 of the types."""
     generator = torch.Generator().manual_seed(0)
     wanted = gguf.GGMLQuantizationType[kind]
     inputs, size = gguf.GGML_QUANT_SIZES[wanted]
@@ -53,6 +56,9 @@ def test_blocks_of_any_bits_are_what_the_gguf_package_makes_of_them(kind: str) -
     found = gguf_blocks.values(kind, rows)
     want = torch.from_numpy(gguf.quants.dequantize(rows.numpy(), wanted))
     assert found.shape == (40, 30 * inputs) and found.equal(want) and found.abs().max() > 0
+    assert (wanted in dequant.GGML_BLOCK) == (kind not in _NOT_IN_TRANSFORMERS)
+    if kind not in _NOT_IN_TRANSFORMERS:
+        assert found.flatten().equal(dequant.dequantize(rows.flatten(), wanted))
     assert gguf_blocks.values(kind, rows[0, :size].clone()).equal(want[0, :inputs]), "a block alone"
 
 

@@ -18,7 +18,7 @@ from ktinject.checkpoints.formats.made import MadeOfParts
 pytest.importorskip("gguf")
 import gguf_families as families
 from models import AVAILABLE, REFUSED
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 torch.set_num_threads(1)
 TOKENS = torch.arange(1, 13)[None]
@@ -83,6 +83,28 @@ MOVED = [
     ("qwen3_5_moe_text", "Q4_0", "linear_attn.out_proj.weight", ""),
     ("deepseek_v3", "Q4_0", "self_attn.kv_b_proj.weight", ""),
 ]
+
+
+@pytest.mark.parametrize(
+    "family, kind",
+    [*(("qwen3_5_moe_text", kind) for kind in ("Q8_0", "Q4_0", "Q4_1")), ("qwen3_moe", "Q5_1")],
+)
+def test_transformers_makes_the_same_model_of_a_file(family: str, kind: str, tmp_path: Path) -> None:
+    """The first family by dequantisers of its own, the other by the gguf package: every parameter, bit by bit."""
+    made = of_sizes(family)
+    file = families.write(made, tmp_path / "a.gguf", kind, words=True)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, config=made.config, dtype=torch.float32
+    ).eval()
+    ours = loaded(file, NOTHING)
+    want, found = theirs.state_dict(), ours.state_dict()
+    assert found.keys() == want.keys()
+    assert not [name for name in want if not found[name].equal(want[name])]
+    assert logits(ours).equal(logits(theirs))
+    # With experts in the file's format, or rounded to bf16.
+    ours = ktinject.load(file, devices="cpu", dtype=torch.float32, progress=False)
+    error = ((logits(ours) - logits(theirs)).norm(dim=-1) / logits(theirs).norm(dim=-1))[0]
+    assert 0 < error.median() < 0.05
 
 
 def values_of(stored: Codes, is_across: bool) -> torch.Tensor:

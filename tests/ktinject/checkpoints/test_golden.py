@@ -33,7 +33,7 @@ SAYS = {
     "int8_zeros": ("int8", "", 128, True, ()),
     "modelopt_nvfp4": ("nvfp4", "nvfp4", 16, False, ()),
     "mxfp4": ("mxfp4", "mxfp4", 32, False, ("bf16", "mxfp4")),
-    "mxfp8": ("mxfp8", "", 0, False, ("bf16",)),
+    "mxfp8": ("mxfp8", "mxfp8", 32, False, ("bf16", "mxfp8")),
     "nvfp4": ("nvfp4", "nvfp4", 16, False, ()),
     "packed4": ("packed", "int4", 32, False, ()),
     "packed4_channel": ("packed", "int4", 128, False, ()),

@@ -81,6 +81,11 @@ def of_mx8(x: Tensor) -> Parts:
     return {"": scaled.to(torch.float8_e4m3fn), "_scale_inv": scale}
 
 
+def of_mx8_compressed(x: Tensor) -> Parts:
+    codes, scale = of_mx8(x).values()
+    return {".weight": codes, ".weight_scale": scale}
+
+
 def of_mx4(x: Tensor) -> Parts:
     scaled, scale = exponents(x, 32, 6)
     return {".weight_packed": fp4(scaled), ".weight_scale": scale}
@@ -174,8 +179,10 @@ CASES: dict[str, tuple[Callable[[Tensor], Parts], bool, dict[str, Any], str, str
     "fp8 fused": (of_blocks, True, {"quant_method": "fp8"}, "rounded to bf16 (fp8_blocks)", "bf16"),
     "fp8 channel": (of_channels, False, compressed(type="float", num_bits=8), "kept (fp8_channel)", "fp8_channel"),
     "fp8 tensor": (of_tensors, False, {"quant_method": "modelopt", "quant_algo": "FP8"}, "kept (fp8_tensor)", "fp8"),
-    "mxfp8": (of_mx8, False, {"quant_method": "fp8", "weight_block_size": [1, 32]}, "exact (mxfp8)", "bf16"),
-    "mxfp8 fused": (of_mx8, True, {"quant_method": "fp8", "weight_block_size": [1, 32]}, "exact (mxfp8)", "bf16"),
+    "mxfp8": (of_mx8, False, {"quant_method": "fp8", "weight_block_size": [1, 32]}, "kept (mxfp8)", "mxfp8"),
+    "mxfp8 fused": (of_mx8, True, {"quant_method": "fp8", "weight_block_size": [1, 32]}, "kept (mxfp8)", "mxfp8"),
+    "mxfp8 compressed": (of_mx8_compressed, False, compressed(type="float", num_bits=8, group_size=32),
+                         "kept (mxfp8)", "mxfp8"),
     "mxfp4": (of_mx4, False, compressed(type="float", num_bits=4, group_size=32), "exact (mxfp4)", "mxfp4"),
     "deepseek v4": (of_deepseek_v4, False, {"quant_method": "fp8"}, "exact (mxfp4)", "mxfp4"),
     "nvfp4": (of_nv4, False, {"quant_method": "modelopt"}, "kept (nvfp4)", "nvfp4"),

@@ -1,9 +1,12 @@
 """`ktinject fit`: the file that it writes is read by the other commands, and is the same plan."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from ktinject.errors import PlanError
 from ktinject.tools import fit
@@ -47,6 +50,24 @@ def test_the_file_is_the_same_plan(as_json, ktinject, tmp_path, options):
     plan = as_json("plan", TRAINED, "--rules", file, *again)
     assert decided(plan) == decided(found["plan"]) and not plan["problems"]
     assert ktinject("rules", "check", file).stdout
+
+
+def test_what_only_the_checkpoint_can_give_is_kept(as_json, tiny_qwen3_moe, tmp_path):
+    tensors = {}
+    for key, value in load_file(tiny_qwen3_moe / "model.safetensors").items():
+        tensors[key] = value
+        if ".experts." in key:
+            n, k = value.shape
+            tensors[key] = value.to(torch.float8_e4m3fn)
+            tensors[f"{key}_scale_inv"] = torch.full((n, -(-k // 32)), 127, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tiny_qwen3_moe / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [1, 32]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = as_json("fit", tmp_path, "--budget", "cpu=1GiB")
+    assert found["variables"]["experts"] == "kept"
+    runs = [module["runs"] for module in found["plan"]["modules"] if module["path"].endswith(".experts")]
+    assert runs and {(one["weights"], one["values"]) for one in runs} == {("mxfp8", "kept (mxfp8)")}
 
 
 def test_without_a_place_the_file_is_printed(ktinject, tiny_qwen3_moe):

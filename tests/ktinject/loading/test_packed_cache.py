@@ -62,7 +62,7 @@ def experts_read(reads: list[str]) -> int:
     return sum(".experts." in name for name in reads)
 
 
-@pytest.mark.parametrize("experts", ["bf16", "int8", "int4", "fp8", "mxfp4"])
+@pytest.mark.parametrize("experts", ["bf16", "int8", "int4", "fp8", "mxfp4", "mxfp8"])
 def test_the_second_load_reads_the_cache_and_computes_the_same(
     source: Path, cache_folder: Path, reads: list[str], experts: str
 ) -> None:

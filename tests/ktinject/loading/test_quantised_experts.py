@@ -1,4 +1,4 @@
-"""Checkpoints whose experts are fp8 or mxfp4, in `cpu_experts` with the same weights: nothing is rounded again."""
+"""Checkpoints whose experts are fp8, mxfp8 or mxfp4, in `cpu_experts` with the same weights: rounded no second time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 
 import ktinject
 from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.formats.base import Format
 from ktinject.errors import OperatorError, PlanError
+from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 
 torch.set_num_threads(1)
 
@@ -64,6 +66,23 @@ def fp8_checkpoint(folder: Path, side: int = 128) -> Path:
     return requantise(saved(model, folder), quantization, change)
 
 
+def mxfp8_checkpoint(folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = models.tiny(
+        "deepseek_v3", hidden_size=160, moe_intermediate_size=144
+    )  # 144: half a group is padding
+
+    def change(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        if ".experts." not in name:
+            return {name: tensor}
+        n, k = tensor.shape
+        scales = torch.randint(110, 118, (n, -(-k // 32)), dtype=torch.uint8)
+        return {name: codes(n, k), f"{name}_scale_inv": scales}
+
+    quantization = {"quant_method": "fp8", "weight_block_size": [1, 32]}
+    return requantise(saved(model, folder), quantization, change)
+
+
 def mxfp4_checkpoint(folder: Path) -> Path:
     torch.manual_seed(0)
     model = models.tiny("gpt_oss", hidden_size=64, intermediate_size=96)
@@ -97,9 +116,12 @@ def stored_values(folder: Path, model: PreTrainedModel, path: str, name: str) ->
     return torch.stack(each)
 
 
-@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+CHECKPOINTS = {"fp8": fp8_checkpoint, "mxfp8": mxfp8_checkpoint, "mxfp4": mxfp4_checkpoint}
+
+
+@pytest.mark.parametrize("weights", CHECKPOINTS)
 def test_every_value_comes_back_bit_by_bit(weights: str, tmp_path: Path) -> None:
-    folder = {"fp8": fp8_checkpoint, "mxfp4": mxfp4_checkpoint}[weights](tmp_path)
+    folder = CHECKPOINTS[weights](tmp_path)
     model = ktinject.load(folder, experts_as(weights), progress=False)
     leaves = [
         module for _, module in model.named_modules() if isinstance(module, ktinject.operators.Operator)
@@ -117,11 +139,15 @@ def test_every_value_comes_back_bit_by_bit(weights: str, tmp_path: Path) -> None
         assert reference.relative_error(model(ids).logits, plain(ids).logits) <= 1e-2
 
 
+@pytest.mark.parametrize("weights", ["fp8", "mxfp8"])
 @pytest.mark.parametrize("operator", ["hybrid_experts", "deferred_moe"])
-def test_operators_that_hold_experts_take_fp8_as_it_is(operator: str, tmp_path: Path) -> None:
-    folder = fp8_checkpoint(tmp_path)
-    model = ktinject.load(folder, experts_as("fp8", operator), progress=False)
+def test_operators_that_hold_experts_take_codes_as_they_are(
+    operator: str, weights: str, tmp_path: Path
+) -> None:
+    folder = CHECKPOINTS[weights](tmp_path)
+    model = ktinject.load(folder, experts_as(weights, operator), progress=False)
     replacement = model.ktinject.replacements[-1]
+    assert replacement.runs["values"].startswith("kept (")
     leaf, inner = model.get_submodule(replacement.path), "experts." if operator == "deferred_moe" else ""
     path = replacement.path + (".experts" if inner else "")
     want = stored_values(folder, model, path, "down_proj")
@@ -153,6 +179,28 @@ def test_a_nan_is_refused_and_named(value: int, tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(OperatorError, match=r"gate_up_proj: expert 3, up: output row 7 holds a NaN"):
         ktinject.load(folder, experts_as("fp8"), progress=False)
+
+
+def test_exponents_out_of_range_are_refused(tmp_path: Path) -> None:
+    folder = mxfp8_checkpoint(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("experts.2.down_proj.weight_scale_inv"))
+    tensors[name][7, 3] = 9
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        OperatorError, match=r"expert 2, down: the scale of output row 7, group 3 is 2\^-118; .*: bf16"
+    ):
+        ktinject.load(folder, experts_as("kept"), progress=False)
+    assert ktinject.load(folder, experts_as("bf16"), progress=False).ktinject.replacements
+
+
+def test_scales_for_inputs_are_no_scales_for_outputs() -> None:
+    """Of parameters that stand across, an e4m3 scale belongs to inputs: such weights are decoded."""
+    module = models.tiny("gpt_oss", hidden_size=64, intermediate_size=96).model.layers[0].mlp.experts
+    for name, block in (("mxfp8", (1, 32)), ("fp8_channel", (1, 64))):
+        operator = CpuExperts.build(module, CpuExpertsConfig(device="cpu", weights=name))
+        form = Format(name, block=block, group_size=32, encoding=name)
+        assert "its scales are for inputs" in (operator.misfit_of("down_proj", form, None) or "")
 
 
 def test_a_scale_out_of_range_is_refused(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def test_other_arguments_narrow_the_choice(model: PreTrainedModel) -> None:
         ([Format("gptq", group_size=64, is_ordered=True, encoding="int4")], ("bf16", 128)),
         ([Format("int8", group_size=64, encoding="int8")], ("int8", 128)),
         ([Format("nvfp4", group_size=16, encoding="nvfp4")], ("nvfp4", 128)),
+        ([Format("mxfp8", block=(1, 32), group_size=32, encoding="mxfp8")], ("mxfp8", 128)),
         (
             [Format("gptq", group_size=64, encoding="int4"), Format("gptq", group_size=128, encoding="int4")],
             ("bf16", 128),

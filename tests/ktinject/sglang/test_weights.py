@@ -75,12 +75,17 @@ def test_a_method_is_a_format(method: str, weights: str, of: str) -> None:
     assert is_near(forward(made, inputs(40)), expected(*inputs(40)), of)
 
 
-def fp8(values: dict[str, Tensor], side: int) -> dict[str, Tensor]:
+def fp8(
+    values: dict[str, Tensor], block: tuple[int, int], dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """With a scale of 1/16 for each block; uint8 is its exponent."""
     found = {}
     for name, value in values.items():
         n, k = value.shape
         found[name] = (value.float() * 16).to(torch.float8_e4m3fn)
-        found[f"{name}_scale_inv"] = torch.full((-(-n // side), -(-k // side)), 1 / 16)
+        grid = (-(-n // block[0]), -(-k // block[1]))
+        scale = 123 if dtype == torch.uint8 else 1 / 16
+        found[f"{name}_scale_inv"] = torch.full(grid, scale, dtype=dtype)
     return found
 
 
@@ -123,10 +128,17 @@ PACKED = {
     [
         (
             "FP8",
-            fp8(sglang_cases.tensors(), 128),
+            fp8(sglang_cases.tensors(), (128, 128)),
             {"quant_method": "fp8", "weight_block_size": [128, 128]},
             "fp8",
             "fp8",
+        ),
+        (
+            "MXFP8",
+            fp8(sglang_cases.tensors(), (1, 32), torch.uint8),
+            {"quant_method": "fp8", "weight_block_size": [1, 32]},
+            "mxfp8",
+            "mxfp8",
         ),
         (
             "RAWINT4",
@@ -137,7 +149,7 @@ PACKED = {
         ),  # and activations
         ("BF16", packed(sglang_cases.tensors(), 32), PACKED, "bf16", "int4_g32"),
     ],
-    ids=["fp8", "rawint4", "decoded"],
+    ids=["fp8", "mxfp8", "rawint4", "decoded"],
 )
 def test_quantised_checkpoints_stay_as_they_are(
     method: str,
