@@ -20,8 +20,12 @@ from ktinject.operators.probes.answer import refusal_of
 from ktinject.support import SUPPORTED, Support
 
 _ROWS = 3
-# What gate, up and down of a gated unit may be called.
-GATED_UNITS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+# What gate, up and down of a gated unit may be called; or one layer for gate and up, and down.
+GATED_UNITS: tuple[tuple[str, ...], ...] = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("input_linear", "output_linear"),
+)
 # Buffers of a router, or of its block, that are added to the scores for the choice.
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
@@ -57,43 +61,70 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
-def is_pre_norm(layer: nn.Module, names: Sequence[str]) -> Support:
-    """Whether a layer adds attention of the normed input, and then the feed-forward part of that, normed again.
+def residual_factor(layer: nn.Module, names: Sequence[str]) -> float | Support:
+    """What a layer multiplies its parts with: it adds attention of the normed input to that, and then the feed-forward
+    part of the sum, normed again.
 
-    names  of norm, attention, norm and feed-forward part. Linear attention and convolutions give one tensor, other
-           attention its weights along
+    names  of norm, attention, norm and feed-forward part, and of what is added to that. Linear attention, convolutions
+           and state spaces give one tensor, other attention its weights along
     """
-    x = _random(1, 2, 8)
+    x = _random(1, 2, 8).double()
     children = {
         names[0]: _Stub(lambda x: torch.sin(x + 0.3)),
         names[1]: _Stub(lambda x: (torch.cos(2 * x), None) if names[1] == "self_attn" else torch.cos(2 * x)),
         names[2]: _Stub(lambda x: torch.tanh(x - 0.5)),
         names[3]: _Stub(lambda x: x * x),
+        **{name: _Stub(torch.exp) for name in names[4:]},
     }
     arguments = dict.fromkeys(("attention_mask", "position_ids", "past_key_values", "position_embeddings"))
+
+    def run() -> Any:
+        found = _run(layer, children, x, use_cache=True, **arguments)
+        return found[0] if isinstance(found, tuple) else found
+
     try:
         try:
-            found = _run(layer, children, x, use_cache=True, **arguments)
+            found = run()
         except (
             ValueError
         ):  # it takes its feed-forward part's output apart: a block may give its routing along
             children[names[3]] = _Stub(lambda x: (x * x, None))
-            found = _run(layer, children, x, use_cache=True, **arguments)
+            found = run()
+        children |= {name: _Stub(torch.zeros_like) for name in names[4:]}
+        plain = children[names[3]].function
+        children[names[3]] = _Stub(lambda x: _times(plain(x), 0.0))
+        attended = run()
     except Exception as error:
         return refusal_of(error)
-    found = found[0] if isinstance(found, tuple) else found
-    y = x + torch.cos(2 * torch.sin(x + 0.3))
-    want = y + torch.tanh(y - 0.5) ** 2
-    if isinstance(found, Tensor) and found.shape == want.shape and torch.allclose(found, want, atol=1e-5):
-        return SUPPORTED
+    is_known = all(isinstance(one, Tensor) and one.shape == x.shape for one in (found, attended))
+    mixed = torch.cos(2 * torch.sin(x + 0.3))
+    # Of digits beyond these, doubles know nothing.
+    factor = float(f"{((attended - x) * mixed).sum() / (mixed * mixed).sum():.12g}") if is_known else 0.0
+    y = x + factor * mixed
+    z = torch.tanh(y - 0.5)
+    want = y + factor * (z**2 + z.exp() if names[4:] else z**2)
+    if is_known and factor > 0 and torch.allclose(found, want, rtol=1e-9, atol=1e-9):
+        return factor
     return Support.no("it is not x + attention(norm(x)), and that + feed_forward(norm(that))")
 
 
+def _times(found: Any, factor: float) -> Any:
+    return (found[0] * factor, *found[1:]) if isinstance(found, tuple) else found * factor
+
+
 def is_gated_silu(module: nn.Module, names: Sequence[str]) -> Support:
-    """Whether a module is down(silu(gate(x)) · up(x)); names: of gate, up and down."""
-    children = dict(zip(names, map(_Stub, (torch.sin, torch.cos, torch.tanh)), strict=True))
+    """Whether a module is down(silu(gate(x)) · up(x)).
+
+    names  of gate, up and down, or of one that gives gate and up, one behind the other, and of down
+    """
+    parts = (
+        (torch.sin, torch.cos, torch.tanh)
+        if len(names) == 3
+        else (lambda x: torch.cat([torch.sin(x), torch.cos(x)], -1), torch.tanh)
+    )
+    children = dict(zip(names, map(_Stub, parts), strict=True))
     if not children.keys() <= {name for name, _ in module.named_children()}:
-        return Support.no(f"its {type(module).__name__} has no {names[0]}, {names[1]} and {names[2]}")
+        return Support.no(f"its {type(module).__name__} has no {', '.join(names[:-1])} and {names[-1]}")
     x = 3 * _random(_ROWS, 16)
     try:
         found = _run(module, children, x)

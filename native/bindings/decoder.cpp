@@ -21,6 +21,7 @@ namespace {
 
 using Vector = Array<nb::ro, nb::ndim<1>, nb::c_contig>;
 using FloatVector = Array<const float, nb::ndim<1>, nb::c_contig>;
+using FloatMatrix = Array<const float, nb::ndim<2>, nb::c_contig>;
 using Kept = Array<nb::c_contig>;
 using Mask = Array<const bool, nb::ndim<2>>;
 using Live = Array<const bool, nb::ndim<1>, nb::c_contig>;
@@ -85,9 +86,11 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
   if (cos.has_value() != sin.has_value()) refuse("cos and sin belong together");
   if (cos) {
     for (const Input* table : {&*cos, &*sin})
-      if (table->dtype() != x.dtype() || (table->shape(0) != batch && table->shape(0) != 1) ||
-          table->shape(1) != cos->shape(1) || table->shape(0) != cos->shape(0))
-        refuse("cos and sin must be [batch or 1, rotary] of the model's dtype");
+      if ((table->dtype() != x.dtype() && dtype_of(table->dtype(), "cos") != DType::f32) ||
+          table->dtype() != cos->dtype() || (table->shape(0) != batch && table->shape(0) != 1) ||
+          table->shape(1) != cos->shape(1) || table->shape(0) != cos->shape(0) || cos->shape(1) % 2 != 0)
+        refuse("cos and sin must be [batch or 1, rotary] of the model's dtype or fp32, rotary even");
+    step.has_wide_rotation = cos->dtype() != x.dtype();
     step.cos = cos->data();
     step.sin = sin->data();
     step.rotary = size_of(cos->shape(1), "cos");
@@ -261,17 +264,18 @@ void def_attention(nb::module_& m) {
           "__init__",
           [](attention::GroupedAttention* self, const gemm::Linear& q, const gemm::Linear& k, const gemm::Linear& v,
              const gemm::Linear& o, const HeldNorm* q_norm, const HeldNorm* k_norm, int heads, int groups, int size,
-             float scale, int window, std::optional<FloatVector> sinks, bool gated) {
+             float scale, int window, std::optional<FloatVector> sinks, bool gated, bool neighbours, bool norms_last) {
             if (sinks && sinks->shape(0) != static_cast<size_t>(heads))
               throw std::invalid_argument("attention: one sink a head is needed");
             new (self) attention::GroupedAttention({&q, &k, &v, &o, norm_of(q_norm), norm_of(k_norm), heads, groups,
-                                                    size, scale, window, sinks ? sinks->data() : nullptr, gated});
+                                                    size, scale, window, sinks ? sinks->data() : nullptr, gated,
+                                                    neighbours, norms_last});
           },
           nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("q_norm").none(),
           nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
-          nb::arg("window"), nb::arg("sinks").none(), nb::arg("gated"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
-          nb::keep_alive<1, 13>());
+          nb::arg("window"), nb::arg("sinks").none(), nb::arg("gated"), nb::arg("neighbours") = false,
+          nb::arg("norms_last") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>());
   def_gated_delta(m);
   def_short_convolution(m);
   nb::class_<attention::LatentAttention, attention::DecoderAttention>(m, "LatentAttention",
@@ -311,21 +315,29 @@ void def_attention(nb::module_& m) {
 
 void def_feed_forward(nb::module_& m) {
   nb::class_<decode::FeedForward>(m, "DecoderFeedForward", "What follows the attention of a layer.");
-  nb::class_<decode::GatedUnit, decode::FeedForward>(m, "GatedUnit", "down(silu(gate(x)) * up(x)).")
-      .def(nb::init<const gemm::Linear&, const gemm::Linear&, const gemm::Linear&>(), nb::arg("gate"), nb::arg("up"),
-           nb::arg("down"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+  nb::class_<decode::GatedUnit, decode::FeedForward>(m, "GatedUnit",
+                                                     "down(silu(gate(x)) * up(x)); without up, gate gives both.")
+      .def(nb::init<const gemm::Linear&, const gemm::Linear*, const gemm::Linear&>(), nb::arg("gate"),
+           nb::arg("up").none(), nb::arg("down"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 4>());
   nb::class_<decode::Mixture, decode::FeedForward>(m, "Mixture",
                                                    "Router and routed experts, maybe with a unit beside them.")
       .def(
           "__init__",
-          [](decode::Mixture* self, const gemm::Linear& router, const std::string& scores,
-             std::optional<FloatVector> correction, int top_k, int groups, int top_groups, bool normed, float factor,
-             bool rounds_logits, bool rounds_scores, bool rounds_weights, const moe::Experts& experts,
-             decode::FeedForward* shared, std::optional<Input> gate) {
+          [](decode::Mixture* self, const gemm::Linear* router, std::optional<FloatMatrix> weight,
+             const std::string& scores, std::optional<FloatVector> correction, int top_k, int groups, int top_groups,
+             bool normed, float factor, bool rounds_logits, bool rounds_scores, bool rounds_weights,
+             const moe::Experts& experts, decode::FeedForward* shared, std::optional<Input> gate) {
             if (gate && (gate->shape(0) != 1 || gate->shape(1) != static_cast<size_t>(experts.config().hidden_size)))
               throw std::invalid_argument("the shared experts' gate must be [1, hidden]");
             decode::RouterConfig config;
-            config.linear = &router;
+            config.linear = router;
+            if (weight) {
+              if (weight->shape(0) != static_cast<size_t>(experts.config().experts) ||
+                  weight->shape(1) != static_cast<size_t>(experts.config().hidden_size))
+                throw std::invalid_argument("router: the weight must be [experts, hidden]");
+              config.weight = weight->data();
+            }
             config.scores = one_of<decode::Scores>(
                 scores, "scores", {{"softmax", decode::Scores::softmax}, {"sigmoid", decode::Scores::sigmoid}});
             if (correction) {
@@ -343,11 +355,12 @@ void def_feed_forward(nb::module_& m) {
             config.rounds_weights = rounds_weights;
             new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr);
           },
-          nb::kw_only(), nb::arg("router"), nb::arg("scores"), nb::arg("correction").none(), nb::arg("top_k"),
-          nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"), nb::arg("factor"), nb::arg("rounds_logits"),
-          nb::arg("rounds_scores"), nb::arg("rounds_weights"), nb::arg("experts"), nb::arg("shared").none(),
-          nb::arg("gate").none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 13>(),
-          nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>());
+          nb::kw_only(), nb::arg("router").none(), nb::arg("weight") = nb::none(), nb::arg("scores"),
+          nb::arg("correction").none(), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"),
+          nb::arg("factor"), nb::arg("rounds_logits"), nb::arg("rounds_scores"), nb::arg("rounds_weights"),
+          nb::arg("experts"), nb::arg("shared").none(), nb::arg("gate").none(), nb::keep_alive<1, 2>(),
+          nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(),
+          nb::keep_alive<1, 16>());
 }
 
 void def_decoder(nb::module_& m) {
@@ -363,15 +376,16 @@ void def_decoder(nb::module_& m) {
       .def(
           "add",
           [](decode::Decoder& self, const HeldNorm& before_attention, attention::DecoderAttention& attention,
-             const HeldNorm& before_feed_forward, decode::FeedForward& unit) {
+             const HeldNorm& before_feed_forward, decode::FeedForward& unit, float residual) {
             for (const HeldNorm* held : {&before_attention, &before_feed_forward})
               if (dtype_of(held->weight.dtype(), "norm") != self.dtype())
                 throw std::invalid_argument("a layer's norm must be of the model's dtype");
-            self.add(before_attention.norm, attention, before_feed_forward.norm, unit);
+            self.add(before_attention.norm, attention, before_feed_forward.norm, unit, residual);
           },
           nb::arg("before_attention"), nb::arg("attention"), nb::arg("before_feed_forward"), nb::arg("feed_forward"),
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-          nb::call_guard<WithoutGil>(), "Add a layer.")
+          nb::arg("residual") = 1.0f, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::call_guard<WithoutGil>(),
+          "Add a layer. residual: what is added to its input is multiplied with it.")
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
            nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
            nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(), nb::arg("out"),

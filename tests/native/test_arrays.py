@@ -102,7 +102,8 @@ def unfilled(weights: str, group_size: int = 0, symmetric: bool = True) -> Any:
 
 def mixture() -> dict[str, Any]:
     return {
-        "router": linear(2, 64),
+        "router": None,
+        "weight": torch.randn(2, 64),
         "scores": "sigmoid",
         "correction": torch.zeros(2),
         "top_k": 1,

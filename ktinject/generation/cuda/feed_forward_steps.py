@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Norm
 from ktinject.generation.cuda.projections import Step, project
-from ktinject.generation.layer_spec import MoeSpec, RouterSpec
+from ktinject.generation.feed_forward_spec import MoeSpec, RouterSpec
 from ktinject.operators.hybrid_experts import HybridExperts, Underway
 
 

@@ -130,6 +130,7 @@ GRAPH = pytest.param(
 )
 
 NEWER: list[tuple[str, dict[str, Any]]] = [
+    ("granitemoeshared", {"residual_multiplier": 0.4, "embedding_multiplier": 2.5, "logits_scaling": 1.7}),
     ("lfm2_moe", {"layer_types": ["conv", "full_attention"]}),
     ("minimax_m2", {}),
 ]
