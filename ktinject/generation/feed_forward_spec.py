@@ -28,8 +28,8 @@ _routings: Memory[dict[str, Any] | Support] = Memory(most=64)
 class RouterSpec:
     """A choice of top_k of num_experts by the scores of weight · x, + bias where there is one.
 
-    is_corrected   a buffer is added for the choice, not to the weights
-    correction     its name; the router's, or the block's, which gives it to the router
+    is_corrected   a buffer or parameter is added for the choice, not to the weights
+    correction     its path below the router, or below the block, which gives it to the router
     of_block       it is the block's
     groups         of experts, of which the `top_groups` with the greatest sums of two take part; 1: no groups
     is_normed      the chosen weights are divided by their sum
@@ -38,6 +38,7 @@ class RouterSpec:
     has_bias       a bias is added to weight · x
     rounds_logits  of a model in 16 bits, weight · x is rounded before anything is made of it
     rounds_scores  and so are the scores
+    weight         path of the weight below the router
     """
 
     path: str
@@ -55,6 +56,12 @@ class RouterSpec:
     rounds_scores: bool = False
     correction: str = "e_score_correction_bias"
     of_block: bool = False
+    weight: str = "weight"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the router itself holds its weight, and whatever corrects its choice as DeepSeek-V3's is called."""
+        return self.weight == "weight" and self.correction == "e_score_correction_bias" and not self.of_block
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
     """The spec of a Mixture-of-Experts block, or why it has none."""
     names = {name for name, _ in block.named_children()}
     gate = "router" if "gate" not in names else "gate"
-    shared = sorted(names & {"shared_experts", "shared_expert"})
+    shared = sorted(names & {"shared_experts", "shared_expert", "shared_mlp"})
     gated = names & {"shared_expert_gate"}
     if names - {*shared} - gated != {gate, "experts"} or len(shared) > 1 or len(gated) > len(shared):
         return Support.no(f"its {type(block).__name__} holds {', '.join(sorted(names))}")

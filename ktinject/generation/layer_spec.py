@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ktinject.generation import feed_forward_spec, layer_probes, recurrent_spec
 from ktinject.generation.cpu import openmp
 from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, RouterSpec
+from ktinject.generation.layer_probes import BY_HALVES, Turning
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.probes import norm
@@ -38,10 +39,11 @@ class NormSpec:
 class GroupedAttentionSpec:
     """Attention with q_proj, k_proj, v_proj and o_proj to heads and back.
 
-    q_norm, k_norm  of queries and keys before the rotation: a head's if `head_size` long, else of all heads at once
+    q_norm, k_norm  of queries and keys: a head's if `head_size` long, else of all heads at once
     has_sinks       the parameter `sinks` has a score a head that takes part in the softmax, without a value
     has_output_gate q_proj gives each head its query and a gate, whose sigmoid the head's output is multiplied with
     output          the name of o_proj
+    turning         how queries and keys are turned, and whether before the norms
     """
 
     path: str
@@ -53,6 +55,7 @@ class GroupedAttentionSpec:
     has_sinks: bool = False
     has_output_gate: bool = False
     output: str = "o_proj"
+    turning: Turning = BY_HALVES
 
 
 @dataclass(frozen=True)
@@ -137,9 +140,10 @@ _LAYERS: tuple[tuple[str, ...], ...] = (
     (*_GRANITE_LAYER, "shared_mlp"),
 )
 _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# And the norms that may be there; the second as LFM2 calls them.
+# And the norms that may be there; the last ones as Hunyuan and LFM2 call them.
 _ATTENTIONS = (
     (_HEADS, ("q_norm", "k_norm")),
+    (_HEADS, ("query_layernorm", "key_layernorm")),
     (("q_proj", "k_proj", "v_proj", "out_proj"), ("q_layernorm", "k_layernorm")),
 )
 _DELTA = [
@@ -219,10 +223,16 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         if isinstance(found, Support):
             return found
         norms.append(found)
+    turning = layer_probes.turning(module, heads, [name for name in norm_names if name in children])
+    if isinstance(turning, Support):
+        # Norms may be such that their place does not show in the first step.
+        if any(norms):
+            return turning
+        turning = BY_HALVES
     q = getattr(module.get_submodule(heads[0]), "out_features", 0)
     o = getattr(module.get_submodule(heads[3]), "in_features", 0)
     return GroupedAttentionSpec(
-        "", size, scaling, index, norms[0], norms[1], "sinks" in parameters, q == 2 * o > 0, heads[3]
+        "", size, scaling, index, norms[0], norms[1], "sinks" in parameters, q == 2 * o > 0, heads[3], turning
     )
 
 

@@ -24,9 +24,11 @@ def feed_forward(
         return _gated_unit(module, spec.names)
     chosen = spec.router
     holder = module.get_submodule(chosen.path.rpartition(".")[0])
-    router = child_of(holder, chosen.path.rpartition(".")[2], CpuRouter)
+    router = child_of(holder, chosen.path.rpartition(".")[2], nn.Module)
+    packed = isinstance(router, CpuRouter)
     return _native.Mixture(
-        router=router.linear.native,
+        router=router.linear.native if packed else None,
+        weight=None if packed else _weight(chosen, router, copies),
         scores=chosen.scores,
         correction=_correction(chosen, holder if chosen.of_block else router, copies),
         top_k=chosen.top_k,
@@ -45,9 +47,22 @@ def feed_forward(
     )
 
 
+def _weight(spec: RouterSpec, router: nn.Module, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[experts, hidden] in fp32, of a router that computes its product itself."""
+    weight = router.get_parameter(spec.weight)
+    if spec.has_bias or not weight.is_contiguous():
+        raise UnknownLayer(
+            f"its {type(router).__name__} has a bias and is not a CpuRouter, or is not contiguous"
+        )
+    return wide(weight, copies)
+
+
 def _correction(spec: RouterSpec, owner: Any, copies: list[tuple[Tensor, Tensor]]) -> Tensor | None:
     """What is added to the scores for the choice, [experts] in fp32."""
-    return wide(owner.get_buffer(spec.correction), copies) if spec.is_corrected else None
+    if not spec.is_corrected:
+        return None
+    path, _, name = spec.correction.rpartition(".")
+    return wide(getattr(owner.get_submodule(path), name).flatten(), copies)
 
 
 def _gate(module: Any, dtype: torch.dtype) -> Tensor:

@@ -177,6 +177,8 @@ def _grouped(
         window=window or 0,
         sinks=sinks,
         gated=spec.has_output_gate,
+        neighbours=spec.turning.by_neighbours,
+        norms_last=spec.turning.before_norms,
     )
 
 

@@ -131,6 +131,8 @@ GRAPH = pytest.param(
 
 NEWER: list[tuple[str, dict[str, Any]]] = [
     ("granitemoeshared", {"residual_multiplier": 0.4, "embedding_multiplier": 2.5, "logits_scaling": 1.7}),
+    ("ernie4_5_moe", {"use_bias": True}),
+    ("hunyuan_v1_moe", {}),
     ("lfm2_moe", {"layer_types": ["conv", "full_attention"]}),
     ("minimax_m2", {}),
 ]
