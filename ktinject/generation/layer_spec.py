@@ -118,7 +118,7 @@ class DecoderLayerSpec:
     """
 
     input_norm: NormSpec
-    attention: AttentionSpec | GatedDeltaSpec | ShortConvolutionSpec
+    attention: MixerSpec
     post_attention_norm: NormSpec
     feed_forward: FeedForwardSpec
     residual: float = 1.0
@@ -129,6 +129,7 @@ PartSpec = DecoderLayerSpec | NormSpec | MixerSpec | RouterSpec | MoeSpec | Rota
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _LINEAR_LAYER = ("input_layernorm", "linear_attn", "post_attention_layernorm", "mlp")
 _GRANITE_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "block_sparse_moe")
+_MAMBA_LAYER = ("input_layernorm", "mamba", "post_attention_layernorm", "block_sparse_moe")
 # Norm, attention or what has its place, norm, feed-forward part; and what the layer adds to that of the same input. The
 # last ones as LFM2 and Granite call them.
 _LAYERS: tuple[tuple[str, ...], ...] = (
@@ -138,6 +139,8 @@ _LAYERS: tuple[tuple[str, ...], ...] = (
     ("operator_norm", "conv", "ffn_norm", "feed_forward"),
     _GRANITE_LAYER,
     (*_GRANITE_LAYER, "shared_mlp"),
+    _MAMBA_LAYER,
+    (*_MAMBA_LAYER, "shared_mlp"),
 )
 _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # And the norms that may be there; the last ones as Hunyuan and LFM2 call them.
@@ -272,6 +275,7 @@ _MIXERS: dict[str, Callable[[Any], Any]] = {
     "self_attn": of_attention,
     "linear_attn": of_linear_attention,
     "conv": recurrent_spec.of_short_convolution,
+    "mamba": recurrent_spec.of_mamba2,
 }
 
 

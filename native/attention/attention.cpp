@@ -153,6 +153,18 @@ void mask_of_ring(const uint8_t* mask, int position, int window, uint8_t* out) {
 
 }  // namespace
 
+std::vector<float> Undo::cut(int kept, std::initializer_list<int> parts) {
+  std::vector<float> left;
+  auto from = inputs.cbegin();
+  for (const int part : parts) {
+    left.insert(left.end(), from, from + static_cast<ptrdiff_t>(product(kept, part)));
+    from += static_cast<ptrdiff_t>(product(rows, part));
+  }
+  rows = kept;
+  inputs = left;
+  return left;
+}
+
 GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(config) {
   if (config_.groups < 1 || config_.size < 1 || config_.heads < 1 || config_.heads % config_.groups != 0)
     throw std::invalid_argument("attention: heads must be a multiple of groups");

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "gemm/linear.hpp"
@@ -25,6 +26,10 @@ struct Undo {
   int position = 0, rows = 0;
   std::vector<std::byte> first, second;
   std::vector<float> inputs;
+
+  // Leaves the first `kept` tokens of inputs, in which parts of so many values a token lie one behind the other: what
+  // is kept may be cut once more. Returns a copy, which may be written to.
+  std::vector<float> cut(int kept, std::initializer_list<int> parts);
 };
 
 // What a layer keeps of the tokens before: keys and values [batch, heads, capacity, width] of the model's dtype, or

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "attention/gated_delta.hpp"
+#include "attention/mamba2.hpp"
 #include "attention/short_convolution.hpp"
 #include "bindings/arrays.hpp"
 #include "bindings/sequences.hpp"
@@ -256,6 +257,46 @@ void def_short_convolution(nb::module_& m) {
           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
 }
 
+void init_mamba2(attention::Mamba2* self, const gemm::Linear& in, const gemm::Linear& out, const Input& taps,
+                 const std::optional<Vector>& taps_bias, const FloatVector& a_log, const FloatVector& dt_bias,
+                 const FloatVector& d, bool has_wide_d, const HeldNorm& norm, int heads, int groups, int head_size,
+                 int state_size) {
+  attention::Mamba2Config config;
+  config.in = &in;
+  config.out = &out;
+  config.taps_weight = taps.data();
+  config.taps_bias = taps_bias ? taps_bias->data() : nullptr;
+  config.taps = size_of(taps.shape(1), "taps");
+  config.a_log = a_log.data();
+  config.dt_bias = dt_bias.data();
+  config.d = d.data();
+  config.has_wide_d = has_wide_d;
+  config.norm = norm.norm;
+  config.heads = heads;
+  config.groups = groups;
+  config.head_size = head_size;
+  config.state_size = state_size;
+  config.dtype = dtype_of(taps.dtype(), "taps");
+  for (const FloatVector* one : {&a_log, &dt_bias, &d})
+    if (one->shape(0) != static_cast<size_t>(heads))
+      throw std::invalid_argument("mamba-2: one a_log, dt_bias and d a head are needed");
+  const auto channels = static_cast<size_t>(config.channels());
+  if (taps.shape(0) != channels || taps.dtype() != norm.weight.dtype() ||
+      (taps_bias && (taps_bias->shape(0) != channels || taps_bias->dtype() != taps.dtype())))
+    throw std::invalid_argument("mamba-2: the convolution must be [" + std::to_string(channels) +
+                                ", taps] of the norm's dtype, and its bias as long");
+  new (self) attention::Mamba2(config);
+}
+
+void def_mamba2(nb::module_& m) {
+  nb::class_<attention::Mamba2, attention::DecoderAttention>(m, "Mamba2", "A state space, as Mamba-2 has it.")
+      .def("__init__", &init_mamba2, nb::kw_only(), nb::arg("in_proj"), nb::arg("out_proj"), nb::arg("taps"),
+           nb::arg("taps_bias").none(), nb::arg("a_log"), nb::arg("dt_bias"), nb::arg("d"), nb::arg("has_wide_d"),
+           nb::arg("norm"), nb::arg("heads"), nb::arg("groups"), nb::arg("head_size"), nb::arg("state_size"),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>());
+}
+
 void def_attention(nb::module_& m) {
   nb::class_<attention::DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
   nb::class_<attention::GroupedAttention, attention::DecoderAttention>(m, "GroupedAttention",
@@ -278,6 +319,7 @@ void def_attention(nb::module_& m) {
           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>());
   def_gated_delta(m);
   def_short_convolution(m);
+  def_mamba2(m);
   nb::class_<attention::LatentAttention, attention::DecoderAttention>(m, "LatentAttention",
                                                                       "Latent attention, absorbed.")
       .def(

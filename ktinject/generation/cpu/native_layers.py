@@ -18,7 +18,7 @@ from ktinject.generation.cpu import native_ends
 from ktinject.generation.cpu.native_feed_forward import feed_forward
 from ktinject.generation.cpu.native_parts import UnknownLayer, child_of, known, linear, norm, wide
 from ktinject.generation.layer_spec import GatedDeltaSpec, GroupedAttentionSpec, LatentAttentionSpec
-from ktinject.generation.recurrent_spec import ShortConvolutionSpec
+from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_linear import CpuLinear
 
@@ -28,6 +28,7 @@ LAST_PLACE = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-1
 
 # How transformers computes attention, and so what masks it makes, in models that are served.
 _ATTENTION = ("sdpa", "eager")
+_WITH_STATES = (GatedDeltaSpec, Mamba2Spec, ShortConvolutionSpec)
 
 
 class NativeLayers:
@@ -129,7 +130,7 @@ def _layer(
     """What `_native.Decoder.add` takes for a layer."""
     spec = known(layer_spec.of_layer(layer))
     attention: Any = layer.get_submodule(spec.attention.path)
-    if isinstance(spec.attention, (GatedDeltaSpec, ShortConvolutionSpec)) != kind.is_state or kind.indexed:
+    if isinstance(spec.attention, _WITH_STATES) != kind.is_state or kind.indexed:
         raise UnknownLayer(f"its cache is not what a {type(attention).__name__} needs")
     if kind.is_chunked:
         raise UnknownLayer("its attention is chunked")
@@ -137,6 +138,8 @@ def _layer(
         native = _delta(spec.attention, attention, dtype, copies)
     elif isinstance(spec.attention, ShortConvolutionSpec):
         native = _convolution(attention, dtype)
+    elif isinstance(spec.attention, Mamba2Spec):
+        native = _mamba2(spec.attention, attention, dtype, copies)
     elif isinstance(spec.attention, LatentAttentionSpec):
         if kind.window is not None:
             raise UnknownLayer("its latent attention has a window")
@@ -217,6 +220,32 @@ def _convolution(module: Any, dtype: torch.dtype) -> Any:
         raise UnknownLayer(f"the weight of its conv is {taps.dtype}")
     return _native.ShortConvolution(
         in_proj=linear(module, "in_proj"), out_proj=linear(module, "out_proj"), taps=taps[:, 0]
+    )
+
+
+def _mamba2(spec: Mamba2Spec, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> Any:
+    """Mamba-2."""
+    convolution = module.conv1d
+    taps, bias, weight = convolution.weight.detach(), convolution.bias, module.norm.weight.detach()
+    if convolution.stride != (1,) or convolution.dilation != (1,):
+        raise UnknownLayer("its convolution has strides or gaps")
+    for name, tensor in (("conv1d", taps), ("conv1d", bias), ("norm", weight)):
+        if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
+            raise UnknownLayer(f"a tensor of its {name} is {tensor.dtype} or not contiguous")
+    return _native.Mamba2(
+        in_proj=linear(module, "in_proj"),
+        out_proj=linear(module, "out_proj"),
+        taps=taps[:, 0],
+        taps_bias=None if bias is None else bias.detach(),
+        a_log=wide(module.A_log, copies),
+        dt_bias=wide(module.dt_bias, copies),
+        d=wide(module.D, copies),
+        has_wide_d=module.D.dtype == torch.float32,
+        norm=_native.Norm(weight, spec.norm_epsilon),
+        heads=spec.heads,
+        groups=spec.groups,
+        head_size=spec.head_size,
+        state_size=spec.state_size,
     )
 
 

@@ -132,7 +132,7 @@ class LayerStep:
 
     @classmethod
     def of(cls, spec: DecoderLayerSpec, module: Any, block_counts: Tensor) -> LayerStep | None:
-        if isinstance(spec.attention, ShortConvolutionSpec):
+        if isinstance(spec.attention, (Mamba2Spec, ShortConvolutionSpec)):
             return None  # it has a step of its own
         if spec.residual != 1.0 or not spec.feed_forward.path:
             return None
