@@ -74,7 +74,13 @@ def model() -> PreTrainedModel:
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_steps_are_as_exact_as_the_model_s_own(sizes: dict[str, Any]) -> None:
-    assert_as_exact_as_its_own(*made(**sizes))
+    model, truth = made(**sizes)
+    mixer = next(layer.mamba for layer in model.model.layers if layer.mamba is not None)
+    if mixer.n_groups > 1 and not hasattr(mixer.norm, "group_size"):
+        # In the oldest transformers the norm's mean is of all groups, and a spec says that it is of one.
+        assert "a norm of other groups" in NativeDecoder(model).support.reason
+    else:
+        assert_as_exact_as_its_own(model, truth)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
