@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +19,17 @@ from torch.nn import functional
 from ktinject.hf import compat
 from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import refusal_of
+from ktinject.operators.probes.dense_mlp import is_linear
 from ktinject.support import SUPPORTED, Support
 
 _ROWS = 3
-# What gate, up and down of a gated unit may be called.
-GATED_UNITS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-# Buffers of a router, or of its block, that are added to the scores for the choice.
+# What gate, up and down of a gated unit may be called; or one layer for gate and up, and down.
+GATED_UNITS: tuple[tuple[str, ...], ...] = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("input_linear", "output_linear"),
+)
+# Buffers or parameters of a router, or buffers of its block, that are added to the scores for the choice.
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
 
@@ -58,43 +64,70 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
-def is_pre_norm(layer: nn.Module, names: Sequence[str]) -> Support:
-    """Whether a layer adds attention of the normed input, and then the feed-forward part of that, normed again.
+def residual_factor(layer: nn.Module, names: Sequence[str]) -> float | Support:
+    """What a layer multiplies its parts with: it adds attention of the normed input to that, and then the feed-forward
+    part of the sum, normed again.
 
-    names  of norm, attention, norm and feed-forward part. Linear attention and convolutions give one tensor, other
-           attention its weights along
+    names  of norm, attention, norm and feed-forward part, and of what is added to that. Linear attention, convolutions
+           and state spaces give one tensor, other attention its weights along
     """
-    x = _random(1, 2, 8)
+    x = _random(1, 2, 8).double()
     children = {
         names[0]: _Stub(lambda x: torch.sin(x + 0.3)),
         names[1]: _Stub(lambda x: (torch.cos(2 * x), None) if names[1] == "self_attn" else torch.cos(2 * x)),
         names[2]: _Stub(lambda x: torch.tanh(x - 0.5)),
         names[3]: _Stub(lambda x: x * x),
+        **{name: _Stub(torch.exp) for name in names[4:]},
     }
     arguments = dict.fromkeys(("attention_mask", "position_ids", compat.CACHE, "position_embeddings"))
+
+    def run() -> Any:
+        found = _run(layer, children, x, use_cache=True, **arguments)
+        return found[0] if isinstance(found, tuple) else found
+
     try:
         try:
-            found = _run(layer, children, x, use_cache=True, **arguments)
+            found = run()
         except (
             ValueError
         ):  # it takes its feed-forward part's output apart: a block may give its routing along
             children[names[3]] = _Stub(lambda x: (x * x, None))
-            found = _run(layer, children, x, use_cache=True, **arguments)
+            found = run()
+        children |= {name: _Stub(torch.zeros_like) for name in names[4:]}
+        plain = children[names[3]].function
+        children[names[3]] = _Stub(lambda x: _times(plain(x), 0.0))
+        attended = run()
     except Exception as error:
         return refusal_of(error)
-    found = found[0] if isinstance(found, tuple) else found
-    y = x + torch.cos(2 * torch.sin(x + 0.3))
-    want = y + torch.tanh(y - 0.5) ** 2
-    if isinstance(found, Tensor) and found.shape == want.shape and torch.allclose(found, want, atol=1e-5):
-        return SUPPORTED
+    is_known = all(isinstance(one, Tensor) and one.shape == x.shape for one in (found, attended))
+    mixed = torch.cos(2 * torch.sin(x + 0.3))
+    # Of digits beyond these, doubles know nothing.
+    factor = float(f"{((attended - x) * mixed).sum() / (mixed * mixed).sum():.12g}") if is_known else 0.0
+    y = x + factor * mixed
+    z = torch.tanh(y - 0.5)
+    want = y + factor * (z**2 + z.exp() if names[4:] else z**2)
+    if is_known and factor > 0 and torch.allclose(found, want, rtol=1e-9, atol=1e-9):
+        return factor
     return Support.no("it is not x + attention(norm(x)), and that + feed_forward(norm(that))")
 
 
+def _times(found: Any, factor: float) -> Any:
+    return (found[0] * factor, *found[1:]) if isinstance(found, tuple) else found * factor
+
+
 def is_gated_silu(module: nn.Module, names: Sequence[str]) -> Support:
-    """Whether a module is down(silu(gate(x)) · up(x)); names: of gate, up and down."""
-    children = dict(zip(names, map(_Stub, (torch.sin, torch.cos, torch.tanh)), strict=True))
+    """Whether a module is down(silu(gate(x)) · up(x)).
+
+    names  of gate, up and down, or of one that gives gate and up, one behind the other, and of down
+    """
+    parts = (
+        (torch.sin, torch.cos, torch.tanh)
+        if len(names) == 3
+        else (lambda x: torch.cat([torch.sin(x), torch.cos(x)], -1), torch.tanh)
+    )
+    children = dict(zip(names, map(_Stub, parts), strict=True))
     if not children.keys() <= {name for name, _ in module.named_children()}:
-        return Support.no(f"its {type(module).__name__} has no {names[0]}, {names[1]} and {names[2]}")
+        return Support.no(f"its {type(module).__name__} has no {', '.join(names[:-1])} and {names[-1]}")
     x = 3 * _random(_ROWS, 16)
     try:
         found = _run(module, children, x)
@@ -104,6 +137,90 @@ def is_gated_silu(module: nn.Module, names: Sequence[str]) -> Support:
     if isinstance(found, Tensor) and torch.allclose(found, want, atol=1e-5):
         return SUPPORTED
     return Support.no(f"its {type(module).__name__} is no gated unit with SiLU")
+
+
+class _Keys:
+    """Stands for a cache, and ends the forward that gives it keys."""
+
+    def update(self, keys: Tensor, *_: Any, **__: Any) -> None:
+        raise _GivenKeys(keys)
+
+
+class _GivenKeys(Exception):
+    """Its argument is what a cache was given."""
+
+
+@dataclass(frozen=True)
+class Turning:
+    """How attention turns keys, and queries in the same way.
+
+    by_neighbours  pairs of a head's values are (2i, 2i + 1) and stay there; else they are (i, i + n / 2)
+    before_norms   norms are of heads that are turned
+    """
+
+    by_neighbours: bool = False
+    before_norms: bool = False
+
+
+BY_HALVES = Turning()
+
+
+def turning(module: Any, heads: Sequence[str], norms: Sequence[str]) -> Turning | Support:
+    """How attention makes the keys that it caches of what the projection gives.
+
+    heads  names of the projections, keys' the second
+    norms  of those of its norms of queries and keys that there are
+    """
+    size = module.head_dim
+    made = {name: getattr(module.get_submodule(name), "out_features", 0) for name in heads[:3]}
+    keys = _random(1, _ROWS, made[heads[1]], seed=4).double()
+    angles = _random(1, _ROWS, size // 2, seed=5).double().repeat(1, 1, 2)
+    children = {
+        **{name: _Stub(functools.partial(_zeros, made[name])) for name in (heads[0], heads[2])},
+        heads[1]: _Stub(lambda _: keys),
+        **dict.fromkeys(norms, _Stub(_norm)),
+    }
+    try:
+        _run(
+            module,
+            children,
+            _random(1, _ROWS, 8).double(),
+            position_embeddings=(angles.cos(), angles.sin()),
+            attention_mask=None,
+            past_key_values=_Keys(),
+        )
+    except _GivenKeys as given:
+        (found,) = given.args
+    except Exception as error:
+        return refusal_of(error)
+    else:
+        found = None
+    split = keys.view(1, _ROWS, -1, size).transpose(1, 2)
+    for way in (Turning(), Turning(True), Turning(False, True), Turning(True, True)):
+        want = split if way.before_norms or not norms else _norm(split)
+        want = _turned(want, angles, way.by_neighbours)
+        want = _norm(want) if way.before_norms and norms else want
+        if isinstance(found, Tensor) and found.shape == want.shape and torch.allclose(found, want):
+            return way
+    return Support.no(f"{type(module).__name__} makes keys in another way")
+
+
+def _zeros(width: int, x: Tensor) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], width)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Stands for a norm, of a head or of all: what it makes of a value depends on that alone."""
+    return torch.tanh(x + 0.3)
+
+
+def _turned(x: Tensor, angles: Tensor, by_neighbours: bool) -> Tensor:
+    """x [1, heads, m, n] turned by angles [1, m, n], which are twice side by side."""
+    half = x.shape[-1] // 2
+    cos, sin = angles[..., :half].cos(), angles[..., :half].sin()
+    a, b = (x[..., ::2], x[..., 1::2]) if by_neighbours else (x[..., :half], x[..., half:])
+    pair = a * cos - b * sin, b * cos + a * sin
+    return torch.stack(pair, -1).flatten(-2) if by_neighbours else torch.cat(pair, -1)
 
 
 def is_rotation(module: nn.Module, frequencies: Tensor, scale: float) -> Support:
@@ -136,29 +253,33 @@ def routing(
     router  stands for it; its own weights are not looked at
     shared  the child whose output is added, times the sigmoid of the child `shared_gate`
     """
-    parameters = {name for name, _ in router.named_parameters()}
-    if "weight" not in parameters or parameters - {"weight", "bias"} or list(router.children()):
+    parameters, buffers = dict(router.named_parameters()), dict(router.named_buffers())
+    weight_path = _weight_path(router)
+    outer = dict(block.named_buffers(recurse=False))
+    corrections = [path for path in (*parameters, *buffers, *outer) if path.endswith(_CORRECTIONS)]
+    beside = parameters.keys() - {weight_path, "bias", *corrections}
+    if weight_path is None or beside or ("bias" in parameters and weight_path != "weight"):
         return Support.no(f"its {type(router).__name__} holds something else than a weight and a bias")
-    experts, hidden = router.get_parameter("weight").shape
+    if corrections and [path for path in (*buffers, *outer) if path not in corrections] + corrections[1:]:
+        names = ", ".join(sorted({*buffers, *outer, *corrections}))
+        return Support.no(f"its {type(block).__name__} and router hold {names}")
+    experts, hidden = parameters[weight_path].shape
     weight, x = 3 * hidden**-0.5 * _random(experts, hidden), _random(1, _ROWS, hidden, seed=1)
     bias = _random(experts, seed=3) if "bias" in parameters else torch.zeros(experts)
-    buffers = {name: 0.1 * _random(*buffer.shape, seed=2) for name, buffer in router.named_buffers()}
-    outer = {
-        name: 0.1 * _random(*buffer.shape, seed=2) for name, buffer in block.named_buffers(recurse=False)
+    drawn = {
+        path: 0.1 * _random(*tensor.shape, seed=2)
+        for path, tensor in (parameters | buffers | outer).items()
+        if path not in (weight_path, "bias")
     }
-    correction = next((name for name in _CORRECTIONS if name in buffers or name in outer), None)
-    names_held = [*buffers, *outer]
-    if correction is not None and names_held != [correction]:
-        names = ", ".join(sorted(names_held))
-        return Support.no(f"its {type(block).__name__} and router hold {names}")
     given: list[tuple[Tensor, Tensor]] = []
 
     def taken(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         given.append((ids, weights))
         return torch.tanh(x)
 
-    def run(x: Tensor) -> Tensor:
-        held = {"weight": weight.to(x.dtype), "bias": bias.to(x.dtype), **buffers}
+    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
+        own = {weight_path: weight.to(dtype), "bias": bias.to(dtype), **drawn}
+        held = _by_children(router, {path: tensor for path, tensor in own.items() if path not in outer})
         children = {
             name: _Stub(lambda x, *given: _run(router, held, x, *given)),
             "experts": _Stub(taken),
@@ -167,35 +288,68 @@ def routing(
             children[shared] = _Stub(torch.cos)
         if shared_gate is not None:
             children[shared_gate] = _Stub(lambda x: x[..., :1] * 0.3)
-        out = _run(block, {**children, **outer}, x)
+        out = _run(block, {**children, **{path: drawn[path] for path in outer}}, x)
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found
 
     try:
-        out = run(x)
-        run(x.bfloat16())
-        (ids, weights), (rounded_ids, rounded) = given
+        out = run(x, x.dtype)
+        kept = _run_narrow(run, x.bfloat16(), parameters[weight_path].dtype)
+        (ids, weights), (rounded_ids, rounded) = given[0], given[-1]
         want = torch.tanh(x)
         if shared is not None:
             want = want + torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
         if not torch.allclose(out, want, atol=1e-5):
             return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
-        added = None if correction is None else {**buffers, **outer}[correction]
+        added = drawn[corrections[0]].flatten() if corrections else None
         found = _explained(router, x[0] @ weight.T + bias, added, ids, weights)
     except Exception as error:
         return refusal_of(error)
     if found is None:
         return Support.no(f"its {type(router).__name__} chooses in another way")
-    narrow = x[0].bfloat16().float() @ weight.bfloat16().float().T + bias.bfloat16().float()
-    if added is not None:
-        found |= {"correction": correction, "of_block": correction in outer}
+    narrow = x[0].bfloat16().float() @ weight.to(kept).float().T + bias.to(kept).float()
+    if corrections:
+        found |= {"correction": corrections[0], "of_block": corrections[0] in outer}
     return {
         **found,
         "num_experts": experts,
         "rounds": rounded.dtype == torch.bfloat16,
         **_roundings(narrow, found, rounded_ids, rounded),
         "has_bias": "bias" in parameters,
+        "weight": weight_path,
     }
+
+
+def _weight_path(router: nn.Module) -> str | None:
+    """Where a router has its weight: its own, or that of the one linear layer in it."""
+    linears = [name for name, child in router.named_children() if is_linear(child)]
+    if "weight" in dict(router.named_parameters(recurse=False)):
+        return "weight"
+    return f"{linears[0]}.weight" if len(linears) == 1 else None
+
+
+def _by_children(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Tensors by path, as `_run` takes them: those of a child are in a twin of it."""
+    held: dict[str, Any] = {path: tensor for path, tensor in tensors.items() if "." not in path}
+    for name in {path.partition(".")[0] for path in tensors} - held.keys():
+        of_child = {
+            path.removeprefix(f"{name}."): t for path, t in tensors.items() if path.startswith(f"{name}.")
+        }
+        held[name] = twin.of(module.get_submodule(name), tensors=of_child)
+    return held
+
+
+def _run_narrow(run: Callable[[Tensor, torch.dtype], Any], x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Run a block on x in bf16 with a router in fp32, if it has one and takes that, or in bf16; in which it was."""
+    if dtype == torch.float32:
+        try:
+            run(x, dtype)
+        except RuntimeError:  # the product of two dtypes: the model is not in bf16
+            pass
+        else:
+            return dtype
+    run(x, torch.bfloat16)
+    return torch.bfloat16
 
 
 def _roundings(logits: Tensor, found: Mapping[str, Any], ids: Tensor, weights: Tensor) -> dict[str, bool]:

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ktinject.generation import layer_probes, recurrent_spec
+from ktinject.generation import feed_forward_spec, layer_probes, recurrent_spec
 from ktinject.generation.cpu import openmp
+from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, RouterSpec
+from ktinject.generation.layer_probes import BY_HALVES, Turning
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
-from ktinject.operators import Operator
 from ktinject.operators.absorbed_mla import AbsorbedMla
-from ktinject.operators.cpu_router import CpuRouter
-from ktinject.operators.probes import norm, twin
-from ktinject.operators.probes.answer import Memory, key_of
+from ktinject.operators.probes import norm
 from ktinject.operators.probes.attention import LatentSpec
 from ktinject.operators.probes.norm import RmsNormSpec
 from ktinject.support import Support
@@ -41,10 +39,11 @@ class NormSpec:
 class GroupedAttentionSpec:
     """Attention with q_proj, k_proj, v_proj and o_proj to heads and back.
 
-    q_norm, k_norm  of queries and keys before the rotation: a head's if `head_size` long, else of all heads at once
+    q_norm, k_norm  of queries and keys: a head's if `head_size` long, else of all heads at once
     has_sinks       the parameter `sinks` has a score a head that takes part in the softmax, without a value
     has_output_gate q_proj gives each head its query and a gate, whose sigmoid the head's output is multiplied with
     output          the name of o_proj
+    turning         how queries and keys are turned, and whether before the norms
     """
 
     path: str
@@ -56,6 +55,7 @@ class GroupedAttentionSpec:
     has_sinks: bool = False
     has_output_gate: bool = False
     output: str = "o_proj"
+    turning: Turning = BY_HALVES
 
 
 @dataclass(frozen=True)
@@ -99,74 +99,6 @@ AttentionSpec = GroupedAttentionSpec | LatentAttentionSpec
 
 
 @dataclass(frozen=True)
-class RouterSpec:
-    """A choice of top_k of num_experts by the scores of weight · x, + bias where there is one.
-
-    is_corrected   a buffer is added for the choice, not to the weights
-    correction     its name; the router's, or the block's, which gives it to the router
-    of_block       it is the block's
-    groups         of experts, of which the `top_groups` with the greatest sums of two take part; 1: no groups
-    is_normed      the chosen weights are divided by their sum
-    factor         that they are multiplied with at last
-    rounds         they are in the dtype of the logits of a model in 16 bits; else in fp32
-    has_bias       a bias is added to weight · x
-    rounds_logits  of a model in 16 bits, weight · x is rounded before anything is made of it
-    rounds_scores  and so are the scores
-    """
-
-    path: str
-    scores: Literal["softmax", "sigmoid"]
-    num_experts: int
-    top_k: int
-    is_corrected: bool
-    groups: int
-    top_groups: int
-    is_normed: bool
-    factor: float
-    rounds: bool
-    has_bias: bool = False
-    rounds_logits: bool = False
-    rounds_scores: bool = False
-    correction: str = "e_score_correction_bias"
-    of_block: bool = False
-
-
-@dataclass(frozen=True)
-class DenseSpec:
-    """down_proj(silu(gate_proj(x)) · up_proj(x)).
-
-    names  of gate, up and down
-    """
-
-    path: str
-    names: tuple[str, str, str] = layer_probes.GATED_UNITS[0]
-
-
-@dataclass(frozen=True)
-class MoeSpec:
-    """The routed experts' sum, and the shared experts' output on top.
-
-    experts      path of the routed experts
-    shared       None: there are none
-    shared_gate  path of a linear layer to one value, whose sigmoid the shared output is multiplied with, or None
-    """
-
-    path: str
-    router: RouterSpec
-    experts: str
-    shared: DenseSpec | None
-    shared_gate: str | None
-
-
-@dataclass(frozen=True)
-class OtherFeedForward:
-    """A feed-forward part that is not known; why."""
-
-    path: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class RotationSpec:
     """cos and sin of positions · inv_freq, twice side by side, times `scale`."""
 
@@ -179,29 +111,42 @@ MixerSpec = AttentionSpec | GatedDeltaSpec | Mamba2Spec | ShortConvolutionSpec
 
 @dataclass(frozen=True)
 class DecoderLayerSpec:
-    """y = x + attention(input_norm(x)), then y + feed_forward(post_attention_norm(y)). Paths are the layer's."""
+    """y = x + r · attention(input_norm(x)), then y + r · feed_forward(post_attention_norm(y)). Paths are the layer's.
+
+    feed_forward  its path is empty where the layer itself adds shared experts to an MoE block
+    residual      r
+    """
 
     input_norm: NormSpec
-    attention: AttentionSpec | GatedDeltaSpec | ShortConvolutionSpec
+    attention: MixerSpec
     post_attention_norm: NormSpec
-    feed_forward: DenseSpec | MoeSpec | OtherFeedForward
+    feed_forward: FeedForwardSpec
+    residual: float = 1.0
 
 
 PartSpec = DecoderLayerSpec | NormSpec | MixerSpec | RouterSpec | MoeSpec | RotationSpec
 
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _LINEAR_LAYER = ("input_layernorm", "linear_attn", "post_attention_layernorm", "mlp")
-# Norm, attention or what has its place, norm, feed-forward part; the last two as LFM2 calls them.
-_LAYERS = (
+_GRANITE_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "block_sparse_moe")
+_MAMBA_LAYER = ("input_layernorm", "mamba", "post_attention_layernorm", "block_sparse_moe")
+# Norm, attention or what has its place, norm, feed-forward part; and what the layer adds to that of the same input. The
+# last ones as LFM2 and Granite call them.
+_LAYERS: tuple[tuple[str, ...], ...] = (
     _LAYER,
     _LINEAR_LAYER,
     ("operator_norm", "self_attn", "ffn_norm", "feed_forward"),
     ("operator_norm", "conv", "ffn_norm", "feed_forward"),
+    _GRANITE_LAYER,
+    (*_GRANITE_LAYER, "shared_mlp"),
+    _MAMBA_LAYER,
+    (*_MAMBA_LAYER, "shared_mlp"),
 )
 _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# And the norms that may be there; the second as LFM2 calls them.
+# And the norms that may be there; the last ones as Hunyuan and LFM2 call them.
 _ATTENTIONS = (
     (_HEADS, ("q_norm", "k_norm")),
+    (_HEADS, ("query_layernorm", "key_layernorm")),
     (("q_proj", "k_proj", "v_proj", "out_proj"), ("q_layernorm", "k_layernorm")),
 )
 _DELTA = [
@@ -227,15 +172,21 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
     for name, found in zip(names, (before, attention, behind)):
         if isinstance(found, Support):
             return Support.no(f"{name}: {found.reason}")
-    if not (wiring := layer_probes.is_pre_norm(layer, names)):
-        return wiring
+    residual = layer_probes.residual_factor(layer, names)
+    if isinstance(residual, Support):
+        return residual
+    feed_forward = replace(feed_forward_spec.of_feed_forward(modules[3]), path=names[3])
+    if len(names) > 4:
+        shared = feed_forward_spec.of_dense(modules[4])
+        feed_forward = feed_forward_spec.with_shared(feed_forward, shared, names[4])
     assert not isinstance(before, Support) and not isinstance(behind, Support)
     assert not isinstance(attention, Support)
     return DecoderLayerSpec(
         replace(before, path=names[0]),
         replace(attention, path=names[1]),
         replace(behind, path=names[2]),
-        replace(of_feed_forward(modules[3]), path=names[3]),
+        feed_forward,
+        residual,
     )
 
 
@@ -275,10 +226,16 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         if isinstance(found, Support):
             return found
         norms.append(found)
+    turning = layer_probes.turning(module, heads, [name for name in norm_names if name in children])
+    if isinstance(turning, Support):
+        # Norms may be such that their place does not show in the first step.
+        if any(norms):
+            return turning
+        turning = BY_HALVES
     q = getattr(module.get_submodule(heads[0]), "out_features", 0)
     o = getattr(module.get_submodule(heads[3]), "in_features", 0)
     return GroupedAttentionSpec(
-        "", size, scaling, index, norms[0], norms[1], "sinks" in parameters, q == 2 * o > 0, heads[3]
+        "", size, scaling, index, norms[0], norms[1], "sinks" in parameters, q == 2 * o > 0, heads[3], turning
     )
 
 
@@ -314,80 +271,12 @@ def _norm_at(module: nn.Module, name: str) -> NormSpec | Support:
     return Support.no(f"{name}: {found.reason}") if isinstance(found, Support) else replace(found, path=name)
 
 
-def of_feed_forward(module: nn.Module) -> DenseSpec | MoeSpec | OtherFeedForward:
-    """The spec of a feed-forward part, with an empty path; those of its parts are relative to it."""
-    found = of_moe(module) if hasattr(module, "experts") else of_dense(module)
-    return OtherFeedForward("", found.reason) if isinstance(found, Support) else found
-
-
-def of_dense(module: nn.Module) -> DenseSpec | Support:
-    children = {name for name, _ in module.named_children()}
-    units = layer_probes.GATED_UNITS
-    names = next((names for names in units if {*names} <= children), units[0])
-    support = layer_probes.is_gated_silu(module, names)
-    return DenseSpec("", names) if support else support
-
-
-@openmp.one_thread()
-def of_moe(block: nn.Module) -> MoeSpec | Support:
-    """The spec of a Mixture-of-Experts block, or why it has none."""
-    names = {name for name, _ in block.named_children()}
-    gate = "router" if "gate" not in names else "gate"
-    shared = sorted(names & {"shared_experts", "shared_expert"})
-    gated = names & {"shared_expert_gate"}
-    if names - {*shared} - gated != {gate, "experts"} or len(shared) > 1 or len(gated) > len(shared):
-        return Support.no(f"its {type(block).__name__} holds {', '.join(sorted(names))}")
-    if isinstance(block, Operator):
-        return Support.no(f"{block.name} routes by itself")
-    dense = of_dense(block.get_submodule(shared[0])) if shared else None
-    if isinstance(dense, Support):
-        return dense
-    found = _routing(block, gate, _plain_router(block.get_submodule(gate)), (*shared, *gated))
-    if isinstance(found, Support):
-        return found
-    return MoeSpec(
-        path="",
-        router=RouterSpec(gate, **found),
-        experts="experts",
-        shared=None if dense is None else replace(dense, path=shared[0]),
-        shared_gate="shared_expert_gate" if gated else None,
-    )
-
-
 _MIXERS: dict[str, Callable[[Any], Any]] = {
     "self_attn": of_attention,
     "linear_attn": of_linear_attention,
     "conv": recurrent_spec.of_short_convolution,
+    "mamba": recurrent_spec.of_mamba2,
 }
-# A router as large as DeepSeek-V3's takes a while to try.
-_routings: Memory[dict[str, Any] | Support] = Memory(most=64)
-
-
-def _routing(
-    block: nn.Module, name: str, router: nn.Module, shared: tuple[str, ...]
-) -> dict[str, Any] | Support:
-    alone = twin.of(block)
-    vars(alone)["_modules"] = {}
-    key = (key_of(alone), name, key_of(router), shared)
-    return _routings.once(key, lambda: layer_probes.routing(block, name, router, *shared))
-
-
-def _plain_router(gate: nn.Module) -> nn.Module:
-    """A router of transformers' class with the same attributes, also where `cpu_router` computes its product."""
-    if not isinstance(gate, CpuRouter):
-        return gate
-    kind = next(base for base in type(gate).__mro__ if not issubclass(base, Operator))
-    plain: Any = object.__new__(kind)
-    shapes = gate.parameter_shapes()
-    vars(plain).update(
-        {name: value for name, value in vars(gate).items() if name not in ("linear", "packed", *shapes)}
-    )
-    vars(plain)["_parameters"] = {
-        name: nn.Parameter(torch.empty(shape, dtype=gate.weight.dtype, device="meta"), False)
-        for name, shape in shapes.items()
-    }
-    router: nn.Module = plain
-    return router
 
 
 def of_rotation(module: Any) -> RotationSpec | Support:
@@ -420,7 +309,7 @@ def parts(model: nn.Module) -> Iterator[tuple[str, PartSpec]]:
         elif isinstance(module, AbsorbedMla) or {*_HEADS} <= children:
             found = of_attention(module)
         elif {"gate", "experts"} <= children:
-            found = of_moe(module)
+            found = feed_forward_spec.of_moe(module)
             if isinstance(found, MoeSpec):
                 yield f"{path}.{found.router.path}", replace(found.router, path="")
         elif hasattr(module, "inv_freq"):

@@ -81,6 +81,30 @@ void turn(const gemm::StepOps& ops, const float* q, int n, const Step& step, int
   std::copy(q + step.rotary, q + n, out + step.rotary);
 }
 
+// The same for pairs (2i, 2i + 1) that stay where they are, and for tables in fp32.
+void turn_in_place(const gemm::StepOps& ops, const float* q, int n, const Step& step, int row, bool neighbours,
+                   float* tables, float* out) {
+  const int rotary = step.rotary, half = rotary / 2;
+  float *cos = tables, *sin = tables + rotary;
+  const DType dtype = step.has_wide_rotation ? DType::f32 : step.dtype;
+  ops.widen(step.rotation(step.cos, row), rotary, dtype, cos);
+  ops.widen(step.rotation(step.sin, row), rotary, dtype, sin);
+  float *turned = tables + 2 * rotary, *across = turned + rotary;
+  for (int i = 0; i < half; ++i) {
+    const int a = neighbours ? 2 * i : i, b = neighbours ? 2 * i + 1 : half + i;
+    const int other = neighbours ? i : half + i;  // where the table has what the second of a pair takes
+    turned[a] = q[a] * cos[i];
+    turned[b] = q[b] * cos[other];
+    across[a] = -q[b] * sin[i];
+    across[b] = q[a] * sin[other];
+  }
+  ops.round(turned, rotary, dtype);
+  ops.round(across, rotary, dtype);
+  for (int i = 0; i < rotary; ++i) out[i] = turned[i] + across[i];
+  ops.round(out, rotary, step.dtype);
+  std::copy(q + rotary, q + n, out + rotary);
+}
+
 void* at(void* base, size_t element, const Step& step) {
   return static_cast<std::byte*>(base) + element * step.width();
 }
@@ -129,6 +153,18 @@ void mask_of_ring(const uint8_t* mask, int position, int window, uint8_t* out) {
 
 }  // namespace
 
+std::vector<float> Undo::cut(int kept, std::initializer_list<int> parts) {
+  std::vector<float> left;
+  auto from = inputs.cbegin();
+  for (const int part : parts) {
+    left.insert(left.end(), from, from + static_cast<ptrdiff_t>(product(kept, part)));
+    from += static_cast<ptrdiff_t>(product(rows, part));
+  }
+  rows = kept;
+  inputs = left;
+  return left;
+}
+
 GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(config) {
   if (config_.groups < 1 || config_.size < 1 || config_.heads < 1 || config_.heads % config_.groups != 0)
     throw std::invalid_argument("attention: heads must be a multiple of groups");
@@ -141,6 +177,7 @@ GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(conf
       throw std::invalid_argument("attention: a norm of queries or keys must be one of a head's " +
                                   std::to_string(config_.size) + " values, or of all " +
                                   std::to_string(count * config_.size));
+    if (config_.norms_last) throw std::invalid_argument("attention: a norm of all heads at once behind the rotation");
     // Gates lie between the queries.
     if (config_.gated) throw std::invalid_argument("attention: a norm of all heads at once beside output gates");
   }
@@ -162,7 +199,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
   runtime::Arrays arrays;
   const size_t q_at = arrays.take(static_cast<size_t>(batch * heads) * wide),
                k_at = arrays.take(product(batch, groups, size)), v_at = arrays.take(product(batch, groups, size)),
-               head_at = arrays.take(product(2, size)), sum_at = arrays.take(product(batch, heads, size)),
+               head_at = arrays.take(product(6, size)), sum_at = arrays.take(product(batch, heads, size)),
                gate_at = arrays.take(config_.gated ? product(batch, heads, size) : 0),
                mask_at = arrays.take(has_masks ? product(step.together(), config_.window) / sizeof(float) + 1 : 0);
   const runtime::Scratch memory(arrays.count());
@@ -178,14 +215,19 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     ops.round(values, norm.size, step.dtype);
     ops.rms_norm(values, norm, step.dtype, values);
   };
+  // To head + size.
   auto norm_and_turn = [&](float* values, const Norm& norm, int row) {
     ops.round(values, size, step.dtype);
+    const bool is_normed = norm.weight != nullptr && norm.size == size;
     const float* from = values;
-    if (norm.weight != nullptr && norm.size == size) {
+    if (is_normed && !config_.norms_last) {
       ops.rms_norm(values, norm, step.dtype, head);
       from = head;
     }
-    turn(ops, from, size, step, row, false, head + size);
+    if (config_.neighbours || step.has_wide_rotation)
+      turn_in_place(ops, from, size, step, row, config_.neighbours, head + 2 * size, head + size);
+    else turn(ops, from, size, step, row, false, head + size);
+    if (is_normed && config_.norms_last) ops.rms_norm(head + size, norm, step.dtype, head + size);
   };
   auto prepare = [&](int row, const Places& places) {
     norm_all(q + static_cast<size_t>(row * heads) * wide, config_.q_norm);
@@ -298,6 +340,7 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   places_of(cache, step, step.batch - 1, 1, config_.rank, config_.rope, 0);
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, rope = config_.rope, batch = step.batch;
   const int wide = rank + rope;
+  if (step.has_wide_rotation) throw std::invalid_argument("attention: latent attention with a rotation in fp32");
   if (step.rotary != rope && step.rotary != 0)
     throw std::invalid_argument("attention: found a rotation of " + std::to_string(step.rotary) + " values; expected " +
                                 std::to_string(rope));

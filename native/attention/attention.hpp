@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "gemm/linear.hpp"
@@ -25,6 +26,10 @@ struct Undo {
   int position = 0, rows = 0;
   std::vector<std::byte> first, second;
   std::vector<float> inputs;
+
+  // Leaves the first `kept` tokens of inputs, in which parts of so many values a token lie one behind the other: what
+  // is kept may be cut once more. Returns a copy, which may be written to.
+  std::vector<float> cut(int kept, std::initializer_list<int> parts);
 };
 
 // What a layer keeps of the tokens before: keys and values [batch, heads, capacity, width] of the model's dtype, or
@@ -39,8 +44,9 @@ struct Step {
   DType dtype = DType::bf16;
   int batch = 1;
   int position = 0;           // of the tokens of this step: so many came before
-  const void* cos = nullptr;  // [batch or 1, rotary] of dtype
+  const void* cos = nullptr;  // [batch or 1, rotary] of dtype, or of fp32: what is turned is then rounded at the end
   const void* sin = nullptr;
+  bool has_wide_rotation = false;
   int rotary = 0;
   bool shared_rotation = false;   // one row for all
   const uint8_t* mask = nullptr;  // [batch, mask_stride], positions up to `position`
@@ -61,7 +67,8 @@ struct Step {
   size_t width() const { return dtype_bytes(dtype); }
   const std::byte* rotation(const void* table, int row) const {
     return static_cast<const std::byte*>(table) +
-           (shared_rotation ? 0 : static_cast<size_t>(row) * static_cast<size_t>(rotary) * width());
+           (shared_rotation ? 0 : static_cast<size_t>(row) * static_cast<size_t>(rotary)) *
+               (has_wide_rotation ? sizeof(float) : width());
   }
 };
 
@@ -77,8 +84,8 @@ class DecoderAttention {
   virtual void keep(const LayerCache&, int /*kept*/) const {}
 };
 
-// Heads in groups that share keys and values; queries and keys may be normed, a head or all heads at once, then the
-// first `rotary` values of each head are turned by halves.
+// Heads in groups that share keys and values; queries and keys may be normed, a head or all heads at once, and the
+// first `rotary` values of each head are turned, behind the norms or before them.
 //
 // Of a layer with a window, the cache is a ring: position p lies at place p % window. Attention does not depend on the
 // order of keys, and what the ring holds is what the window shows.
@@ -90,6 +97,8 @@ struct GroupedAttentionConfig {
   int window = 0;                // positions that are attended to, with the token's own; 0: all
   const float* sinks = nullptr;  // [heads]: scores that take part in the softmax and have no value (gpt-oss)
   bool gated = false;            // q gives [heads, 2, size]: queries, and what the output is gated with (Qwen3-Next)
+  bool neighbours = false;       // pairs that are turned are (2i, 2i + 1) and stay there (ERNIE); else (i, i + n / 2)
+  bool norms_last = false;       // norms are of heads that are turned (Hunyuan)
 };
 
 class GroupedAttention final : public DecoderAttention {

@@ -188,12 +188,12 @@ void GatedDelta::keep(const LayerCache& cache, int kept) const {
   std::memcpy(cache.second.data, undo.second.data(), undo.second.size());
   const size_t values = product(kept, config_.values());
   std::vector<float> unused(2 * values);
-  float* inputs = undo.inputs.data();
-  float *b = inputs + product(undo.rows, config_.channels()), *a = b + product(undo.rows, config_.value_heads);
-  const Projected from{inputs, unused.data(), b, a, nullptr, nullptr};
+  std::vector<float> inputs = undo.cut(kept, {config_.channels(), config_.value_heads, config_.value_heads});
+  float *b = inputs.data() + product(kept, config_.channels()), *a = b + product(kept, config_.value_heads);
+  const Projected from{inputs.data(), unused.data(), b, a, nullptr, nullptr};
   Step step;
   step.dtype = cache.first.dtype;
-  step.batch = undo.rows = kept;
+  step.batch = kept;
   step.consecutive = true;
   advance(from, step, cache, unused.data() + values);
 }
@@ -217,7 +217,7 @@ void GatedDelta::advance_rows(int first_row, const Projected& from, const Step& 
     const size_t at = static_cast<size_t>(first) * static_cast<size_t>(taps);
     auto* state = static_cast<std::byte*>(cache.first.data) + (product(row, channels, taps) + at) * step.width();
     const auto* weight = static_cast<const std::byte*>(config_.taps_weight) + at * step.width();
-    ops.convolve(part, state, weight, count, taps, true, step.dtype);
+    ops.convolve(part, state, weight, nullptr, count, taps, true, step.dtype);
   });
   const size_t size = product(config_.key_size, config_.value_size);
   each(workers, size * product(rows, heads) * 4 < kSerialProducts, rows * heads, [&](int index, int worker) {

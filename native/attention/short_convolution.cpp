@@ -72,11 +72,9 @@ void ShortConvolution::keep(const LayerCache& cache, int kept) const {
   std::memcpy(cache.first.data, undo.first.data(), undo.first.size());
   Step step;
   step.dtype = config_.dtype;
-  step.batch = undo.rows = kept;
+  step.batch = kept;
   step.consecutive = true;
-  // What is kept may be cut once more.
-  std::vector<float> inputs(undo.inputs.begin(),
-                            undo.inputs.begin() + static_cast<ptrdiff_t>(product(kept, config_.channels())));
+  std::vector<float> inputs = undo.cut(kept, {config_.channels()});
   advance(inputs.data(), step, cache);
 }
 
@@ -91,7 +89,8 @@ void ShortConvolution::advance(float* mixed, const Step& step, const LayerCache&
       const size_t at = product(first, taps), state = product(row, channels, taps) + at;
       ops.convolve(mixed + product(first_row + row, channels) + first,
                    static_cast<std::byte*>(cache.first.data) + state * step.width(),
-                   static_cast<const std::byte*>(config_.weight) + at * step.width(), count, taps, false, step.dtype);
+                   static_cast<const std::byte*>(config_.weight) + at * step.width(), nullptr, count, taps, false,
+                   step.dtype);
     });
 }
 

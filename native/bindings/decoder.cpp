@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "attention/gated_delta.hpp"
+#include "attention/mamba2.hpp"
 #include "attention/short_convolution.hpp"
 #include "bindings/arrays.hpp"
 #include "bindings/sequences.hpp"
@@ -21,6 +22,7 @@ namespace {
 
 using Vector = Array<nb::ro, nb::ndim<1>, nb::c_contig>;
 using FloatVector = Array<const float, nb::ndim<1>, nb::c_contig>;
+using FloatMatrix = Array<const float, nb::ndim<2>, nb::c_contig>;
 using Kept = Array<nb::c_contig>;
 using Mask = Array<const bool, nb::ndim<2>>;
 using Live = Array<const bool, nb::ndim<1>, nb::c_contig>;
@@ -85,9 +87,11 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
   if (cos.has_value() != sin.has_value()) refuse("cos and sin belong together");
   if (cos) {
     for (const Input* table : {&*cos, &*sin})
-      if (table->dtype() != x.dtype() || (table->shape(0) != batch && table->shape(0) != 1) ||
-          table->shape(1) != cos->shape(1) || table->shape(0) != cos->shape(0))
-        refuse("cos and sin must be [batch or 1, rotary] of the model's dtype");
+      if ((table->dtype() != x.dtype() && dtype_of(table->dtype(), "cos") != DType::f32) ||
+          table->dtype() != cos->dtype() || (table->shape(0) != batch && table->shape(0) != 1) ||
+          table->shape(1) != cos->shape(1) || table->shape(0) != cos->shape(0) || cos->shape(1) % 2 != 0)
+        refuse("cos and sin must be [batch or 1, rotary] of the model's dtype or fp32, rotary even");
+    step.has_wide_rotation = cos->dtype() != x.dtype();
     step.cos = cos->data();
     step.sin = sin->data();
     step.rotary = size_of(cos->shape(1), "cos");
@@ -253,6 +257,46 @@ void def_short_convolution(nb::module_& m) {
           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
 }
 
+void init_mamba2(attention::Mamba2* self, const gemm::Linear& in, const gemm::Linear& out, const Input& taps,
+                 const std::optional<Vector>& taps_bias, const FloatVector& a_log, const FloatVector& dt_bias,
+                 const FloatVector& d, bool has_wide_d, const HeldNorm& norm, int heads, int groups, int head_size,
+                 int state_size) {
+  attention::Mamba2Config config;
+  config.in = &in;
+  config.out = &out;
+  config.taps_weight = taps.data();
+  config.taps_bias = taps_bias ? taps_bias->data() : nullptr;
+  config.taps = size_of(taps.shape(1), "taps");
+  config.a_log = a_log.data();
+  config.dt_bias = dt_bias.data();
+  config.d = d.data();
+  config.has_wide_d = has_wide_d;
+  config.norm = norm.norm;
+  config.heads = heads;
+  config.groups = groups;
+  config.head_size = head_size;
+  config.state_size = state_size;
+  config.dtype = dtype_of(taps.dtype(), "taps");
+  for (const FloatVector* one : {&a_log, &dt_bias, &d})
+    if (one->shape(0) != static_cast<size_t>(heads))
+      throw std::invalid_argument("mamba-2: one a_log, dt_bias and d a head are needed");
+  const auto channels = static_cast<size_t>(config.channels());
+  if (taps.shape(0) != channels || taps.dtype() != norm.weight.dtype() ||
+      (taps_bias && (taps_bias->shape(0) != channels || taps_bias->dtype() != taps.dtype())))
+    throw std::invalid_argument("mamba-2: the convolution must be [" + std::to_string(channels) +
+                                ", taps] of the norm's dtype, and its bias as long");
+  new (self) attention::Mamba2(config);
+}
+
+void def_mamba2(nb::module_& m) {
+  nb::class_<attention::Mamba2, attention::DecoderAttention>(m, "Mamba2", "A state space, as Mamba-2 has it.")
+      .def("__init__", &init_mamba2, nb::kw_only(), nb::arg("in_proj"), nb::arg("out_proj"), nb::arg("taps"),
+           nb::arg("taps_bias").none(), nb::arg("a_log"), nb::arg("dt_bias"), nb::arg("d"), nb::arg("has_wide_d"),
+           nb::arg("norm"), nb::arg("heads"), nb::arg("groups"), nb::arg("head_size"), nb::arg("state_size"),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>());
+}
+
 void def_attention(nb::module_& m) {
   nb::class_<attention::DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
   nb::class_<attention::GroupedAttention, attention::DecoderAttention>(m, "GroupedAttention",
@@ -261,19 +305,21 @@ void def_attention(nb::module_& m) {
           "__init__",
           [](attention::GroupedAttention* self, const gemm::Linear& q, const gemm::Linear& k, const gemm::Linear& v,
              const gemm::Linear& o, const HeldNorm* q_norm, const HeldNorm* k_norm, int heads, int groups, int size,
-             float scale, int window, std::optional<FloatVector> sinks, bool gated) {
+             float scale, int window, std::optional<FloatVector> sinks, bool gated, bool neighbours, bool norms_last) {
             if (sinks && sinks->shape(0) != static_cast<size_t>(heads))
               throw std::invalid_argument("attention: one sink a head is needed");
             new (self) attention::GroupedAttention({&q, &k, &v, &o, norm_of(q_norm), norm_of(k_norm), heads, groups,
-                                                    size, scale, window, sinks ? sinks->data() : nullptr, gated});
+                                                    size, scale, window, sinks ? sinks->data() : nullptr, gated,
+                                                    neighbours, norms_last});
           },
           nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("q_norm").none(),
           nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
-          nb::arg("window"), nb::arg("sinks").none(), nb::arg("gated"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
-          nb::keep_alive<1, 13>());
+          nb::arg("window"), nb::arg("sinks").none(), nb::arg("gated"), nb::arg("neighbours") = false,
+          nb::arg("norms_last") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>());
   def_gated_delta(m);
   def_short_convolution(m);
+  def_mamba2(m);
   nb::class_<attention::LatentAttention, attention::DecoderAttention>(m, "LatentAttention",
                                                                       "Latent attention, absorbed.")
       .def(
@@ -311,21 +357,29 @@ void def_attention(nb::module_& m) {
 
 void def_feed_forward(nb::module_& m) {
   nb::class_<decode::FeedForward>(m, "DecoderFeedForward", "What follows the attention of a layer.");
-  nb::class_<decode::GatedUnit, decode::FeedForward>(m, "GatedUnit", "down(silu(gate(x)) * up(x)).")
-      .def(nb::init<const gemm::Linear&, const gemm::Linear&, const gemm::Linear&>(), nb::arg("gate"), nb::arg("up"),
-           nb::arg("down"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+  nb::class_<decode::GatedUnit, decode::FeedForward>(m, "GatedUnit",
+                                                     "down(silu(gate(x)) * up(x)); without up, gate gives both.")
+      .def(nb::init<const gemm::Linear&, const gemm::Linear*, const gemm::Linear&>(), nb::arg("gate"),
+           nb::arg("up").none(), nb::arg("down"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 4>());
   nb::class_<decode::Mixture, decode::FeedForward>(m, "Mixture",
                                                    "Router and routed experts, maybe with a unit beside them.")
       .def(
           "__init__",
-          [](decode::Mixture* self, const gemm::Linear& router, const std::string& scores,
-             std::optional<FloatVector> correction, int top_k, int groups, int top_groups, bool normed, float factor,
-             bool rounds_logits, bool rounds_scores, bool rounds_weights, const moe::Experts& experts,
-             decode::FeedForward* shared, std::optional<Input> gate) {
+          [](decode::Mixture* self, const gemm::Linear* router, std::optional<FloatMatrix> weight,
+             const std::string& scores, std::optional<FloatVector> correction, int top_k, int groups, int top_groups,
+             bool normed, float factor, bool rounds_logits, bool rounds_scores, bool rounds_weights,
+             const moe::Experts& experts, decode::FeedForward* shared, std::optional<Input> gate) {
             if (gate && (gate->shape(0) != 1 || gate->shape(1) != static_cast<size_t>(experts.config().hidden_size)))
               throw std::invalid_argument("the shared experts' gate must be [1, hidden]");
             decode::RouterConfig config;
-            config.linear = &router;
+            config.linear = router;
+            if (weight) {
+              if (weight->shape(0) != static_cast<size_t>(experts.config().experts) ||
+                  weight->shape(1) != static_cast<size_t>(experts.config().hidden_size))
+                throw std::invalid_argument("router: the weight must be [experts, hidden]");
+              config.weight = weight->data();
+            }
             config.scores = one_of<decode::Scores>(
                 scores, "scores", {{"softmax", decode::Scores::softmax}, {"sigmoid", decode::Scores::sigmoid}});
             if (correction) {
@@ -343,11 +397,12 @@ void def_feed_forward(nb::module_& m) {
             config.rounds_weights = rounds_weights;
             new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr);
           },
-          nb::kw_only(), nb::arg("router"), nb::arg("scores"), nb::arg("correction").none(), nb::arg("top_k"),
-          nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"), nb::arg("factor"), nb::arg("rounds_logits"),
-          nb::arg("rounds_scores"), nb::arg("rounds_weights"), nb::arg("experts"), nb::arg("shared").none(),
-          nb::arg("gate").none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 13>(),
-          nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>());
+          nb::kw_only(), nb::arg("router").none(), nb::arg("weight") = nb::none(), nb::arg("scores"),
+          nb::arg("correction").none(), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"),
+          nb::arg("factor"), nb::arg("rounds_logits"), nb::arg("rounds_scores"), nb::arg("rounds_weights"),
+          nb::arg("experts"), nb::arg("shared").none(), nb::arg("gate").none(), nb::keep_alive<1, 2>(),
+          nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(),
+          nb::keep_alive<1, 16>());
 }
 
 void def_decoder(nb::module_& m) {
@@ -363,15 +418,16 @@ void def_decoder(nb::module_& m) {
       .def(
           "add",
           [](decode::Decoder& self, const HeldNorm& before_attention, attention::DecoderAttention& attention,
-             const HeldNorm& before_feed_forward, decode::FeedForward& unit) {
+             const HeldNorm& before_feed_forward, decode::FeedForward& unit, float residual) {
             for (const HeldNorm* held : {&before_attention, &before_feed_forward})
               if (dtype_of(held->weight.dtype(), "norm") != self.dtype())
                 throw std::invalid_argument("a layer's norm must be of the model's dtype");
-            self.add(before_attention.norm, attention, before_feed_forward.norm, unit);
+            self.add(before_attention.norm, attention, before_feed_forward.norm, unit, residual);
           },
           nb::arg("before_attention"), nb::arg("attention"), nb::arg("before_feed_forward"), nb::arg("feed_forward"),
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-          nb::call_guard<WithoutGil>(), "Add a layer.")
+          nb::arg("residual") = 1.0f, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::call_guard<WithoutGil>(),
+          "Add a layer. residual: what is added to its input is multiplied with it.")
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
            nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
            nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(), nb::arg("out"),

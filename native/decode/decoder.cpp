@@ -17,7 +17,7 @@ constexpr int kMostRows = (1 << 14) - 1;
 }  // namespace
 
 void Decoder::add(const attention::Norm& before_attention, const attention::DecoderAttention& attention,
-                  const attention::Norm& before_feed_forward, const FeedForward& unit) {
+                  const attention::Norm& before_feed_forward, const FeedForward& unit, float residual) {
   const std::string width = std::to_string(hidden_) + " values";
   for (const attention::Norm& norm : {before_attention, before_feed_forward})
     if (norm.weight == nullptr || norm.size != hidden_)
@@ -26,7 +26,7 @@ void Decoder::add(const attention::Norm& before_attention, const attention::Deco
   if (!unit.fits(hidden_)) throw std::invalid_argument("feed-forward: expected " + width + " in and out");
   const std::lock_guard turn(turn_);
   auto longer = std::make_shared<Layers>(*layers_);  // steps under way keep the shorter one
-  longer->push_back({before_attention, &attention, before_feed_forward, &unit});
+  longer->push_back({before_attention, &attention, before_feed_forward, &unit, residual});
   layers_ = std::move(longer);
 }
 
@@ -59,14 +59,21 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
     for (int row = 0; row < step.batch; ++row)
       ops.rms_norm(stream + row * hidden_, norm, step.dtype, normed + row * hidden_);
   };
+  auto add = [&](float factor) {
+    if (factor != 1.0f) {
+      for (int n = 0; n < count; ++n) out[n] *= factor;
+      ops.round(out, count, step.dtype);
+    }
+    ops.add(stream, out, count, step.dtype);
+  };
   for (int i = first; i < last; ++i) {
     const Layer& layer = (*layers)[static_cast<size_t>(i)];
     norm_all(layer.before_attention);
     layer.attention->forward(normed, step, caches[static_cast<size_t>(i)], out);
-    ops.add(stream, out, count, step.dtype);
+    add(layer.residual);
     norm_all(layer.before_feed_forward);
     layer.feed_forward->forward(normed, step.dtype, step.batch, step.live, out);
-    ops.add(stream, out, count, step.dtype);
+    add(layer.residual);
   }
   if (final_norm.weight != nullptr) norm_all(final_norm);
   ops.store(final_norm.weight == nullptr ? stream : normed, count, step.dtype, y);

@@ -3,8 +3,8 @@
 // At one token a layer's matrix products take tens of microseconds, and twenty small tensor operations around them
 // take longer. Here they are loops over a few thousand values, done by the caller or, where it pays, by the pool.
 //
-//   x += attention(norm(x))        attention: GroupedAttention or LatentAttention
-//   x += feed_forward(norm(x))     feed_forward: GatedUnit, or Mixture with one beside it
+//   x += residual * attention(norm(x))        attention: GroupedAttention or LatentAttention
+//   x += residual * feed_forward(norm(x))     feed_forward: GatedUnit, or Mixture with one beside it
 //
 // Weights belong to others: packed ones to Linear and Experts, the rest to the model. A decoder only points to them.
 #pragma once
@@ -28,22 +28,26 @@ class FeedForward {
   virtual void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const = 0;
 };
 
-// down(silu(gate(x)) * up(x))
+// down(silu(gate(x)) * up(x)); without `up`, gate gives both, one behind the other.
 class GatedUnit final : public FeedForward {
  public:
-  GatedUnit(const gemm::Linear& gate, const gemm::Linear& up, const gemm::Linear& down);
+  GatedUnit(const gemm::Linear& gate, const gemm::Linear* up, const gemm::Linear& down);
   bool fits(int hidden) const override;
   void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
 
  private:
-  const gemm::Linear &gate_, &up_, &down_;
+  int inner() const { return down_.config().in_features; }
+
+  const gemm::Linear &gate_, *up_, &down_;
 };
 
 enum class Scores { softmax, sigmoid };
 
 // Chooses a token's experts as transformers' routers do.
 struct RouterConfig {
+  // Either packed, or [experts, hidden].
   const gemm::Linear* linear = nullptr;
+  const float* weight = nullptr;
   Scores scores = Scores::softmax;
   const float* correction = nullptr;  // [experts], added to scores for the choice only
   int top_k = 0;
@@ -63,6 +67,8 @@ class Mixture final : public FeedForward {
   void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
 
  private:
+  // [batch, experts] of x
+  void score(const float* x, int batch, float* logits) const;
   void choose(float* logits, int32_t* ids, float* weights, DType dtype) const;
 
   RouterConfig router_;
@@ -76,7 +82,7 @@ class Decoder {
   Decoder(int hidden, DType dtype) : hidden_(hidden), dtype_(dtype) {}
 
   void add(const attention::Norm& before_attention, const attention::DecoderAttention& attention,
-           const attention::Norm& before_feed_forward, const FeedForward& unit);
+           const attention::Norm& before_feed_forward, const FeedForward& unit, float residual = 1);
   int hidden() const { return hidden_; }
   DType dtype() const { return dtype_; }
 
@@ -93,6 +99,7 @@ class Decoder {
     const attention::DecoderAttention* attention;
     attention::Norm before_feed_forward;
     const FeedForward* feed_forward;
+    float residual;
   };
   using Layers = std::vector<Layer>;
   std::shared_ptr<const Layers> layers_for(const std::vector<attention::LayerCache>& caches) const;

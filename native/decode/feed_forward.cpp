@@ -4,11 +4,16 @@
 #include <limits>
 #include <stdexcept>
 
+#include "attention/tasks.hpp"
 #include "decode/decoder.hpp"
 #include "runtime/scratch.hpp"
+#include "runtime/thread_pool.hpp"
 
 namespace ktinject::decode {
 namespace {
+
+// Rows of a router's weight that a task multiplies.
+constexpr int kExpertsOfTask = 16;
 
 // The k greatest, in front. With torch's own algorithm, so that of experts that tie the same ones are taken.
 void take_top(std::vector<std::pair<float, int>>& order, int k, bool sorted) {
@@ -26,26 +31,37 @@ void take_top(std::vector<std::pair<float, int>>& order, int k, bool sorted) {
 
 }  // namespace
 
-GatedUnit::GatedUnit(const gemm::Linear& gate, const gemm::Linear& up, const gemm::Linear& down)
+GatedUnit::GatedUnit(const gemm::Linear& gate, const gemm::Linear* up, const gemm::Linear& down)
     : gate_(gate), up_(up), down_(down) {
-  if (gate.config().out_features != up.config().out_features || down.config().in_features != up.config().out_features)
+  if (gate.config().out_features != inner() * (up == nullptr ? 2 : 1) ||
+      (up != nullptr && up->config().out_features != inner()))
     throw std::invalid_argument("feed-forward: gate, up and down do not fit together");
 }
 
 bool GatedUnit::fits(int hidden) const {
-  return gate_.config().in_features == hidden && up_.config().in_features == hidden &&
+  return gate_.config().in_features == hidden && (up_ == nullptr || up_->config().in_features == hidden) &&
          down_.config().out_features == hidden;
 }
 
 void GatedUnit::forward(const float* x, DType dtype, int batch, const uint8_t* /*live*/, float* out) const {
   const gemm::StepOps& ops = gemm::step_ops();
-  const int inner = gate_.config().out_features, count = batch * inner;
+  const int inner = this->inner(), count = batch * inner;
   runtime::Arrays arrays;
-  const size_t up_at = (arrays.take(static_cast<size_t>(count)), arrays.take(static_cast<size_t>(count)));
-  const runtime::Scratch gate(arrays.count());
-  float* up = gate + up_at;
-  const gemm::Linear::Product products[] = {{&gate_, gate}, {&up_, up}};
-  gemm::Linear::forward(products, x, DType::f32, batch);
+  const size_t gate_at = arrays.take(static_cast<size_t>(count)), up_at = arrays.take(static_cast<size_t>(count)),
+               both_at = arrays.take(up_ == nullptr ? static_cast<size_t>(2 * count) : 0);
+  const runtime::Scratch memory(arrays.count());
+  float *gate = memory + gate_at, *up = memory + up_at, *both = memory + both_at;
+  if (up_ == nullptr) {
+    gate_.forward(x, DType::f32, batch, both);
+    for (int row = 0; row < batch; ++row) {
+      const float* from = both + 2 * row * inner;
+      std::copy(from, from + inner, gate + row * inner);
+      std::copy(from + inner, from + 2 * inner, up + row * inner);
+    }
+  } else {
+    const gemm::Linear::Product products[] = {{&gate_, gate}, {up_, up}};
+    gemm::Linear::forward(products, x, DType::f32, batch);
+  }
   ops.round(gate, count, dtype);
   ops.round(up, count, dtype);
   ops.gate_up(gate, up, count, dtype);
@@ -56,7 +72,9 @@ void GatedUnit::forward(const float* x, DType dtype, int batch, const uint8_t* /
 Mixture::Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate)
     : router_(router), experts_(experts), shared_(shared), gate_(gate) {
   const int count = experts.config().experts;
-  if (router_.linear == nullptr || router_.linear->config().out_features != count)
+  if ((router_.linear == nullptr) == (router_.weight == nullptr))
+    throw std::invalid_argument("router: either a linear layer or a weight is needed");
+  if (router_.linear != nullptr && router_.linear->config().out_features != count)
     throw std::invalid_argument("router: expected " + std::to_string(count) + " outputs");
   if (router_.top_k < 1 || router_.top_k > count)
     throw std::invalid_argument("router: top_k must be 1 to " + std::to_string(count));
@@ -67,8 +85,8 @@ Mixture::Mixture(RouterConfig router, const moe::Experts& experts, const FeedFor
 }
 
 bool Mixture::fits(int hidden) const {
-  return router_.linear->config().in_features == hidden && experts_.config().hidden_size == hidden &&
-         (shared_ == nullptr || shared_->fits(hidden));
+  return (router_.linear == nullptr || router_.linear->config().in_features == hidden) &&
+         experts_.config().hidden_size == hidden && (shared_ == nullptr || shared_->fits(hidden));
 }
 
 void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const {
@@ -82,7 +100,7 @@ void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* liv
   const runtime::Scratch memory(arrays.count());
   float *logits = memory + logits_at, *weights = memory + weights_at, *beside = memory + beside_at;
   auto* ids = reinterpret_cast<int32_t*>(memory + ids_at);
-  router_.linear->forward(x, DType::f32, batch, logits);
+  score(x, batch, logits);
   for (int row = 0; row < batch; ++row) {
     choose(logits + row * count, ids + row * top_k, weights + row * top_k, dtype);
     if (live != nullptr && live[row] == 0) std::fill_n(ids + row * top_k, top_k, -1);
@@ -101,6 +119,20 @@ void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* liv
     ops.round(one, hidden, dtype);
   }
   ops.add(out, beside, batch * hidden, dtype);
+}
+
+void Mixture::score(const float* x, int batch, float* logits) const {
+  if (router_.linear != nullptr) return router_.linear->forward(x, DType::f32, batch, logits);
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int count = experts_.config().experts, hidden = experts_.config().hidden_size;
+  const runtime::Session session;
+  const int blocks = (count + kExpertsOfTask - 1) / kExpertsOfTask;
+  const bool serial = attention::product(batch, count, hidden) < attention::kSerialProducts;
+  attention::each(*session, serial, batch * blocks, [&](int index, int) {
+    const int row = index / blocks, first = index % blocks * kExpertsOfTask;
+    ops.rows_times(router_.weight + attention::product(first, hidden), x + row * hidden,
+                   std::min(kExpertsOfTask, count - first), hidden, DType::f32, logits + row * count + first);
+  });
 }
 
 void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) const {

@@ -70,6 +70,18 @@ struct DeltaRule {
   float* out = nullptr;  // [values]
 };
 
+// A head's step of a state space: S = decay * S + x b; out = S c. x b, what S is multiplied with and out are rounded to
+// dtype, S itself is not.
+struct StateSpace {
+  const float* x = nullptr;                // [values]
+  const float *b = nullptr, *c = nullptr;  // [size]
+  float decay = 1;
+  float* state = nullptr;  // [values, size]
+  int values = 0, size = 0;
+  DType dtype = DType::bf16;
+  float* out = nullptr;  // [values]
+};
+
 // A token of a short convolution: out [channels] = the sum over i < taps of weight [-i] · newest [-i], and bias,
 // rounded; then silu of it, rounded.
 struct Convolution {
@@ -118,11 +130,14 @@ struct StepOps {
   void (*gate_by_sigmoid)(float* x, const float* gate, int n, DType dtype);
   // x [n] = x * silu(gate), the product rounded.
   void (*gate_by_silu)(float* x, const float* gate, int n, DType dtype);
-  // x [channels] = each channel's last inputs times its taps, rounded, and with `silu` that of it, rounded; state and
-  // weight [channels, taps] of dtype. The inputs in the state move on by one, and x is the last one.
-  void (*convolve)(float* x, void* state, const void* weight, int channels, int taps, bool silu, DType dtype);
+  // x [channels] = each channel's last inputs times its taps, and bias, rounded, and with `silu` that of it, rounded;
+  // state and weight [channels, taps] and bias [channels], or null, of dtype. The inputs in the state move on by one,
+  // and x is the last one.
+  void (*convolve)(float* x, void* state, const void* weight, const void* bias, int channels, int taps, bool silu,
+                   DType dtype);
   void (*convolve_token)(const Convolution& token);
   void (*delta_rule)(const DeltaRule& rule);
+  void (*state_space)(const StateSpace& task);
   // x [n] = exp(x - max(x)) / sum
   void (*softmax)(float* x, int n);
   void (*sigmoid)(float* x, int n);

@@ -156,25 +156,28 @@ static void gate_by_silu(float* x, const float* gate, int n, DType dtype) {
 }
 
 template <class T, class Rounding>
-static inline void convolve_as(float* x, T* held, const T* weight, int channels, int taps, bool silu, DType dtype,
-                               Rounding to) {
+static inline void convolve_as(float* x, T* held, const void* weights, const void* biases, int channels, int taps,
+                               bool silu, DType dtype, Rounding to) {
+  auto *weight = static_cast<const T*>(weights), *bias = static_cast<const T*>(biases);
   for (int c = 0; c < channels; ++c, held += taps, weight += taps) {
     for (int t = 0; t + 1 < taps; ++t) held[t] = held[t + 1];
     store(x + c, 1, dtype, held + taps - 1);
     float sum = 0.0f;
     for (int t = 0; t < taps; ++t) sum += load_value(weight + t) * load_value(held + t);
+    if (bias != nullptr) sum += load_value(bias + c);
     x[c] = to.round(sum);
   }
   if (!silu) return;
   for (int c = 0; c < channels; ++c) x[c] = to.round(x[c] * sigmoid(x[c]));
 }
 
-static void convolve(float* x, void* state, const void* weight, int channels, int taps, bool silu, DType dtype) {
+static void convolve(float* x, void* state, const void* weight, const void* bias, int channels, int taps, bool silu,
+                     DType dtype) {
   if (dtype == DType::f32)
-    convolve_as(x, static_cast<float*>(state), static_cast<const float*>(weight), channels, taps, silu, dtype, Exact());
+    convolve_as(x, static_cast<float*>(state), weight, bias, channels, taps, silu, dtype, Exact());
   else if (dtype == DType::bf16)
-    convolve_as(x, static_cast<Bf16*>(state), static_cast<const Bf16*>(weight), channels, taps, silu, dtype, ToBf16());
-  else convolve_as(x, static_cast<F16*>(state), static_cast<const F16*>(weight), channels, taps, silu, dtype, ToF16());
+    convolve_as(x, static_cast<Bf16*>(state), weight, bias, channels, taps, silu, dtype, ToBf16());
+  else convolve_as(x, static_cast<F16*>(state), weight, bias, channels, taps, silu, dtype, ToF16());
 }
 
 // Channels of which sums are held at a time.
@@ -240,6 +243,32 @@ static void delta_rule(const DeltaRule& rule) {
     }
     rule.out[first] = sum;
   }
+}
+
+static void state_space(const StateSpace& task) {
+  of_dtype(task.dtype, [&](auto*, auto to) {
+    const int n = task.size;
+    float* row = task.state;
+    for (int v = 0; v < task.values; ++v, row += n) {
+      const float x = task.x[v];
+      Lanes sums = {};
+      int i = 0;
+      for (; i + kLanes <= n; i += kLanes) {
+        float part[kLanes];
+        for (int l = 0; l < kLanes; ++l) {
+          row[i + l] = row[i + l] * task.decay + to.round(x * task.b[i + l]);
+          part[l] = to.round(row[i + l]);
+        }
+        sums += lanes_of(part) * lanes_of(task.c + i);
+      }
+      float sum = sum_of(sums);
+      for (; i < n; ++i) {
+        row[i] = row[i] * task.decay + to.round(x * task.b[i]);
+        sum += to.round(row[i]) * task.c[i];
+      }
+      task.out[v] = to.round(sum);
+    }
+  });
 }
 
 static void softmax(float* x, int n) {
@@ -371,6 +400,7 @@ constexpr StepOps kStepOps = {round_all,
                               convolve,
                               convolve_token,
                               delta_rule,
+                              state_space,
                               softmax,
                               sigmoid_all,
                               times_rows,

@@ -102,7 +102,8 @@ def unfilled(weights: str, group_size: int = 0, symmetric: bool = True) -> Any:
 
 def mixture() -> dict[str, Any]:
     return {
-        "router": linear(2, 64),
+        "router": None,
+        "weight": torch.randn(2, 64),
         "scores": "sigmoid",
         "correction": torch.zeros(2),
         "top_k": 1,
@@ -136,6 +137,15 @@ def delta() -> dict[str, Any]:
 def convolution() -> dict[str, Any]:
     """Of 32 channels, over 3 tokens."""
     return {"in_proj": linear(3 * 32, 64), "out_proj": linear(64, 32), "taps": torch.zeros(32, 3)}
+
+
+def mamba() -> dict[str, Any]:
+    """Two heads of 16 values, states of 8; a convolution over 4 tokens."""
+    norm = _native.Norm(torch.ones(32), 1e-6)
+    vectors = {name: torch.zeros(2) for name in ("a_log", "dt_bias", "d")}
+    return {"in_proj": linear(32 + 48 + 2, 64), "out_proj": linear(64, 32), "taps": torch.zeros(48, 4),
+            "taps_bias": torch.zeros(48), **vectors, "has_wide_d": True, "norm": norm, "heads": 2, "groups": 1,
+            "head_size": 16, "state_size": 8}  # fmt: skip
 
 
 def latent() -> dict[str, Any]:
@@ -311,6 +321,7 @@ CASES: dict[str, Case] = {
     "GroupedAttention.__init__": lambda: (_native.GroupedAttention, with_sinks()),
     "GatedDelta.__init__": lambda: (_native.GatedDelta, delta()),
     "ShortConvolution.__init__": lambda: (_native.ShortConvolution, convolution()),
+    "Mamba2.__init__": lambda: (_native.Mamba2, mamba()),
     "LatentAttention.__init__": lambda: (_native.LatentAttention, latent()),
     "Mixture.__init__": lambda: (_native.Mixture, mixture()),
     "Decoder.forward": decoder,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attention import grouped
+from test_arrays import latent, mixture
 from torch import Tensor
 
 from ktinject import OperatorError, _native
@@ -121,6 +122,60 @@ def test_grouped_attention_over_any_length(
     found = layer(x, keys, values, position, mask=mask, **tables)
     assert relative_error(found, want) <= TOLERANCE
     assert relative_error(keys, want_keys) <= TOLERANCE and relative_error(values, want_values) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("norms_last", [False, True])
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("size, rotary", [(32, 32), (20, 12), (16, 0)])
+def test_keys_are_turned_as_torch_turns_them(
+    size: int, rotary: int, neighbours: bool, norms_last: bool, is_wide: bool, dtype: torch.dtype
+) -> None:
+    """With its roundings, tables in fp32 included: of a product that is the same on both sides."""
+    torch.manual_seed(0)
+    batch, heads, groups = 2, 4, 2
+    k, wk = linear(groups * size, HIDDEN)
+    parts = (
+        linear(heads * size, HIDDEN)[0],
+        k,
+        linear(groups * size, HIDDEN)[0],
+        linear(HIDDEN, heads * size)[0],
+    )
+    weight = (torch.rand(size) + 0.5).to(dtype)
+    norms = dict.fromkeys(("q_norm", "k_norm"), _native.Norm(weight, 1e-6))
+    sizes = {"heads": heads, "groups": groups, "size": size}
+    layer = Layer(
+        _native.GroupedAttention(
+            **grouped(*parts, **sizes, **norms, neighbours=neighbours, norms_last=norms_last)
+        ),
+        dtype,
+    )
+    keys, values = torch.zeros(2, batch, groups, 8, size, dtype=dtype).unbind()
+    # Inputs of which the norm is 1, so that products are exact whatever the order of sums.
+    x = torch.ones(batch, HIDDEN, dtype=dtype)
+    cos, sin = (table.to(torch.float32 if is_wide else dtype) for table in rotation(batch, rotary))
+    layer(x, keys, values, 3, **({"cos": cos, "sin": sin} if rotary else {}))
+    given = (normed(x.float()).bfloat16().float() @ wk.T).to(dtype).view(batch, groups, size)
+
+    def rms(x: Tensor) -> Tensor:
+        inverse = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        return weight * (x.float() * inverse).to(dtype)
+
+    def turn(x: Tensor) -> Tensor:
+        one, rest = x[..., :rotary], x[..., rotary:]
+        tables = [part[:, None] for part in (cos, sin)]
+        if neighbours:
+            tables = [part[..., : rotary // 2].repeat_interleave(2, -1) for part in tables]
+            across = torch.stack([-one[..., 1::2], one[..., ::2]], -1).flatten(-2)
+        else:
+            across = torch.cat([-one[..., rotary // 2 :], one[..., : rotary // 2]], -1)
+        return torch.cat([(one * tables[0] + across * tables[1]).to(dtype), rest], -1)
+
+    want = rms(turn(given)) if norms_last else turn(rms(given))
+    # The product may be rounded to the other side, and what follows with it.
+    assert relative_error(keys[:, :, 3].float(), want.float()) <= {torch.bfloat16: 3e-3}.get(dtype, 1e-3)
+    assert not keys[:, :, :3].any() and not keys[:, :, 4:].any()
 
 
 @pytest.mark.parametrize("position", [0, 40, 1023])
@@ -306,6 +361,12 @@ class TestRefusals:
             ({"mask": torch.ones(1, 3, dtype=torch.bool), "position": 3}, "the mask must be"),
             ({"cos": torch.ones(1, 16)}, "cos and sin belong together"),
             ({"cos": torch.ones(1, 32), "sin": torch.ones(1, 32)}, "more values are turned"),
+            ({"cos": torch.ones(1, 15), "sin": torch.ones(1, 15)}, "rotary even"),
+            (
+                {"cos": torch.ones(1, 16).half(), "sin": torch.ones(1, 16).half()},
+                "of the model's dtype or fp32",
+            ),
+            ({"cos": torch.ones(1, 16), "sin": torch.ones(1, 16).half()}, "of the model's dtype or fp32"),
             ({"last": 2}, "there are no such layers"),
             ({"final_norm": _native.Norm(torch.ones(32), 1e-6)}, "final norm must be one of 64 values"),
             ({"final_norm": _native.Norm(torch.ones(HIDDEN).bfloat16(), 1e-6)}, "of the model's dtype"),
@@ -326,6 +387,12 @@ class TestRefusals:
         parts = {name: linear(32, HIDDEN)[0] for name in "qkvo"}
         with pytest.raises(ValueError, match="q_proj: expected 64 outputs"):
             _native.GroupedAttention(**grouped(**parts, heads=4, groups=2, size=16))
+        norm = _native.Norm(torch.ones(32), 1e-6)
+        with pytest.raises(ValueError, match="a norm of all heads at once behind the rotation"):
+            _native.GroupedAttention(
+                **grouped(**parts, heads=2, groups=2, size=16, q_norm=norm, k_norm=norm, norms_last=True)
+                | {"o": linear(HIDDEN, 32)[0]}
+            )
         with pytest.raises(ValueError, match="multiple of groups"):
             _native.GroupedAttention(**grouped(**parts, heads=3, groups=2, size=16))
         with pytest.raises(ValueError, match="do not fit together"):
@@ -339,6 +406,25 @@ class TestRefusals:
         for norms in ((wrong, right), (right, wrong)):
             with pytest.raises(ValueError, match="norm must be of the model's dtype"):
                 _native.Decoder(HIDDEN, "float32").add(norms[0], attention, norms[1], unit)
+
+    def test_of_a_router(self) -> None:
+        for changed in ({"weight": None}, {"router": linear(2, HIDDEN)[0]}):
+            with pytest.raises(ValueError, match="either a linear layer or a weight"):
+                _native.Mixture(**mixture() | changed)
+        with pytest.raises(ValueError, match=r"the weight must be \[experts, hidden\]"):
+            _native.Mixture(**mixture() | {"weight": torch.zeros(3, HIDDEN)})
+
+    def test_of_a_rotation_in_fp32_of_latent_attention(self) -> None:
+        arguments = latent()
+        arguments["kv_norm"] = _native.Norm(torch.ones(32, dtype=torch.bfloat16), 1e-6)
+        arguments["expansion"] = arguments["expansion"].bfloat16()
+        layer = Layer(_native.LatentAttention(**arguments), torch.bfloat16)
+        x = torch.zeros(1, HIDDEN).bfloat16()
+        cache = [torch.zeros(1, 1, 8, size).bfloat16() for size in (32, 8)]
+        table = torch.ones(1, 8)
+        layer(x, *cache, 0, cos=table.bfloat16(), sin=table.bfloat16())
+        with pytest.raises(ValueError, match="latent attention with a rotation in fp32"):
+            layer(x, *cache, 0, cos=table, sin=table)
 
     @pytest.mark.parametrize("odd", ["q", "v", "o"])
     def test_of_an_attention_of_another_width(self, odd: str) -> None:

@@ -23,7 +23,8 @@ from ktinject import _native
 from ktinject.generation import loop
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import LayerKind, tensors_of
-from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers, UnknownLayer
+from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers
+from ktinject.generation.cpu.native_parts import UnknownLayer
 from ktinject.generation.masks import Masks
 from ktinject.operators.offload import submits
 from ktinject.operators.probes import twin
@@ -103,8 +104,7 @@ class NativeDecoder:
             layers = self._layers
             x = layers.embedded(ids)
             out = self._run(call, x[:, 0], layers.rotation(x, positions), 0, len(layers), layers.norm)
-            head: Tensor = model.lm_head(out)
-            return head
+            return layers.logits(model, out)
         model = self._comparing(model, call) if self.support else model
         return loop.logits_of(model, ids, self._layers.masks.of(cache, model), positions, cache)[:, -1]
 
@@ -122,7 +122,7 @@ class NativeDecoder:
         assert model is not None and self.is_proven
         layers = self._layers
         x = layers.embedded(ids)
-        cos, sin = (layers.turned(part[0]) for part in layers.rotation(x, positions))
+        cos, sin = layers.turned(layers.rotation(x, positions), 0)
         out = torch.empty_like(x[0])
         layers.decoder.forward(
             x=x[0],
@@ -137,8 +137,7 @@ class NativeDecoder:
             consecutive=True,
             out=out,
         )
-        head: Tensor = model.lm_head(out)
-        return head, out
+        return layers.logits(model, out), out
 
     def keep(self, cache: KVBucket, tokens: int) -> None:
         """Leave in the cache what the first of the tokens of `several` alone would have left, to the bit."""
@@ -165,10 +164,16 @@ class NativeDecoder:
                 copy.copy_(source)
 
     def _run(
-        self, call: _Call, x: Tensor, rotation: tuple[Tensor, Tensor], first: int, last: int, norm: Any = None
+        self,
+        call: _Call,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        first: int,
+        last: int,
+        norm: Any = None,
     ) -> Tensor:
         """x [b, hidden] through layers first to last - 1."""
-        cos, sin = (self._layers.turned(part[:, 0]) for part in rotation)
+        cos, sin = self._layers.turned(rotation, (slice(None), 0))
         out = torch.empty_like(x)
         self._layers.decoder.forward(
             x=x,
@@ -208,10 +213,10 @@ class NativeDecoder:
         def after_layer(index: int, args: Any, kwargs: Any, output: Any) -> None:
             nonlocal expected
             x = args[0] if args else kwargs["hidden_states"]
-            given = kwargs["position_embeddings"]
+            given = kwargs.get("position_embeddings")
             if not torch.equal(x, expected):
                 raise UnknownLayer("it is given something else than the layer before it gave")
-            if not isinstance(given, tuple) or not all(map(torch.equal, given, rotation)):
+            if not _are_equal(given, rotation):
                 raise UnknownLayer("it is given another rotation than the model's own")
             expected = output[0] if isinstance(output, tuple) else output
             if index in self._unproven:
@@ -236,7 +241,7 @@ class NativeDecoder:
                 raise UnknownLayer(agreement.reason)
 
         def after_head(args: Any, kwargs: Any, output: Any) -> None:
-            if not torch.equal(output.logits, model.lm_head(expected)):
+            if not torch.equal(output.logits, layers.logits(model, expected)):
                 raise UnknownLayer("the model does more than lm_head")
             if not self._unproven:
                 self.is_proven = True
@@ -275,6 +280,12 @@ class NativeDecoder:
         if self.support:
             self.is_proven, self.support = False, Support.no(why)
             logger.info("decode steps keep transformers' own operations: %s", why)
+
+
+def _are_equal(given: Any, rotation: tuple[Tensor, Tensor] | None) -> bool:
+    if rotation is None:
+        return given is None
+    return isinstance(given, tuple) and all(map(torch.equal, given, rotation))
 
 
 def _agreement(ours: Tensor, theirs: Tensor, x: Tensor) -> Support:

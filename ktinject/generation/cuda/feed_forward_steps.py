@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Norm
 from ktinject.generation.cuda.projections import Step, project
-from ktinject.generation.layer_spec import MoeSpec, RouterSpec
+from ktinject.generation.feed_forward_spec import MoeSpec, RouterSpec
 from ktinject.operators.hybrid_experts import HybridExperts, Underway
 
 
@@ -22,6 +22,7 @@ def _is_plain_softmax(spec: RouterSpec) -> bool:
         and spec.groups == 1
         and spec.factor == 1
         and spec.rounds
+        and spec.is_plain
     )
 
 
@@ -47,7 +48,7 @@ class _GroupedRouter:
     def of(cls, spec: RouterSpec, module: Any) -> _GroupedRouter | None:
         if spec.scores != "sigmoid" or not spec.is_corrected or spec.has_bias:
             return None
-        if spec.of_block or spec.correction != "e_score_correction_bias":
+        if not spec.is_plain:
             return None
         if module.weight.dtype == torch.float32 or module.weight.shape[1] % 32:
             return None

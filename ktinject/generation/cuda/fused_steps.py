@@ -17,17 +17,16 @@ from ktinject.generation.cuda.delta_steps import GatedDelta, delta_step
 from ktinject.generation.cuda.feed_forward_steps import Routed, moe_step, router_step
 from ktinject.generation.cuda.projections import Step, norm_of, project
 from ktinject.generation.cuda.recurrent_steps import mamba2_step, short_convolution_step
+from ktinject.generation.feed_forward_spec import MoeSpec, RouterSpec
 from ktinject.generation.layer_spec import (
     AttentionSpec,
     DecoderLayerSpec,
     GatedDeltaSpec,
     GroupedAttentionSpec,
     LatentAttentionSpec,
-    MoeSpec,
     NormSpec,
     PartSpec,
     RotationSpec,
-    RouterSpec,
 )
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
 
@@ -133,8 +132,10 @@ class LayerStep:
 
     @classmethod
     def of(cls, spec: DecoderLayerSpec, module: Any, block_counts: Tensor) -> LayerStep | None:
-        if isinstance(spec.attention, ShortConvolutionSpec):
+        if isinstance(spec.attention, (Mamba2Spec, ShortConvolutionSpec)):
             return None  # it has a step of its own
+        if spec.residual != 1.0 or not spec.feed_forward.path:
+            return None
         before, behind = norm_of(spec.input_norm, module), norm_of(spec.post_attention_norm, module)
         mixer = _mixer_of(spec.attention, module.get_submodule(spec.attention.path), block_counts)
         mlp = module.get_submodule(spec.feed_forward.path)

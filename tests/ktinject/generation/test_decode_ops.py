@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
-from ktinject.generation import layer_spec
+from ktinject.generation import feed_forward_spec, layer_spec
 from ktinject.generation.cuda import decode_ops, fused_steps, projections
 from ktinject.generation.cuda.chooser import Chooser
 from ktinject.generation.cuda.decode_ops import Cache, Norm
@@ -111,8 +111,8 @@ class TestGroupedRouter:
             norm_topk_prob=normed,
         )
         block = DeepseekV3MoE(config).to("cuda", dtype)
-        spec, router = layer_spec.of_moe(block), block.gate
-        assert isinstance(spec, layer_spec.MoeSpec)
+        spec, router = feed_forward_spec.of_moe(block), block.gate
+        assert isinstance(spec, feed_forward_spec.MoeSpec)
         nn.init.normal_(router.weight)
         bias = torch.float32 if dtype == torch.bfloat16 else dtype
         router.e_score_correction_bias = torch.randn(experts, device="cuda", dtype=bias) * 0.2

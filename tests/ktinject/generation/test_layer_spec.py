@@ -10,18 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import ktinject
-from ktinject.generation import layer_spec
+from ktinject.generation import feed_forward_spec, layer_spec
 from ktinject.generation.cuda import feed_forward_steps
+from ktinject.generation.feed_forward_spec import DenseSpec, MoeSpec, OtherFeedForward, RouterSpec
 from ktinject.generation.layer_spec import (
     DecoderLayerSpec,
-    DenseSpec,
     GroupedAttentionSpec,
     LatentAttentionSpec,
-    MoeSpec,
     NormSpec,
-    OtherFeedForward,
     RotationSpec,
-    RouterSpec,
 )
 from ktinject.operators.probes.norm import RmsNormSpec
 from ktinject.support import Support
@@ -138,19 +135,19 @@ class TestRefusals:
     def test_a_gated_unit_of_another_activation(self) -> None:
         mlp = models.tiny("deepseek_v3").model.layers[0].mlp
         mlp.act_fn = nn.GELU()
-        assert "is no gated unit with SiLU" in reason(layer_spec.of_feed_forward(mlp))
+        assert "is no gated unit with SiLU" in reason(feed_forward_spec.of_feed_forward(mlp))
 
     def test_a_router_that_chooses_the_least(self) -> None:
         block = qwen().model.layers[0].mlp
         own = type(block.gate).forward
         derived(block.gate, lambda self, x: own(self, -x))
-        assert "chooses in another way" in reason(layer_spec.of_feed_forward(block))
+        assert "chooses in another way" in reason(feed_forward_spec.of_feed_forward(block))
 
     def test_a_block_that_scales_its_experts(self) -> None:
         block = qwen().model.layers[0].mlp
         own = type(block).forward
         assert "does not add shared experts to routed ones" in reason(
-            layer_spec.of_feed_forward(derived(block, lambda self, x: own(self, x) * 2))
+            feed_forward_spec.of_feed_forward(derived(block, lambda self, x: own(self, x) * 2))
         )
 
     def test_a_rotation_by_neighbours(self) -> None:
@@ -184,7 +181,7 @@ def test_a_correction_that_the_block_holds(family: str) -> None:
     model = models.tiny(family).bfloat16()
     ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
     block = model.model.layers[1].mlp
-    found = known(layer_spec.of_moe(block), MoeSpec)
+    found = known(feed_forward_spec.of_moe(block), MoeSpec)
     assert found.router.correction == "e_score_correction_bias" and found.router.of_block
     # transformers rounds MiniMax-M2's logits before their sigmoid; Hunyuan 3's are in fp32.
     assert found.router.rounds_logits == (family == "minimax_m2")
@@ -198,7 +195,7 @@ def test_blocks_and_routers_that_hold_more_are_refused() -> None:
         pytest.skip("transformers has no minimax_m2")
     block = models.tiny("minimax_m2").model.layers[1].mlp
     block.gate.register_buffer("temperature", torch.ones(6))
-    found = layer_spec.of_moe(block)
+    found = feed_forward_spec.of_moe(block)
     assert found == Support.no(
         "its MiniMaxM2SparseMoeBlock and router hold e_score_correction_bias, temperature"
     )

@@ -24,7 +24,8 @@ import ktinject
 from ktinject import _native
 from ktinject.generation import cache_layers, layer_spec
 from ktinject.generation.cpu.native_decoder import NativeDecoder
-from ktinject.generation.layer_spec import DenseSpec, GroupedAttentionSpec, MoeSpec
+from ktinject.generation.feed_forward_spec import DenseSpec, MoeSpec
+from ktinject.generation.layer_spec import GroupedAttentionSpec
 from ktinject.generation.recurrent_spec import ShortConvolutionSpec
 from ktinject.hf import compat
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig

@@ -130,7 +130,11 @@ GRAPH = pytest.param(
 )
 
 NEWER: list[tuple[str, dict[str, Any]]] = [
+    ("granitemoeshared", {"residual_multiplier": 0.4, "embedding_multiplier": 2.5, "logits_scaling": 1.7}),
+    ("ernie4_5_moe", {"use_bias": True}),
+    ("hunyuan_v1_moe", {}),
     ("lfm2_moe", {"layer_types": ["conv", "full_attention"]}),
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"], "mamba_d_state": 24}),
     ("minimax_m2", {}),
 ]
 NATIVE: list[tuple[str, dict[str, Any]]] = [
@@ -186,6 +190,44 @@ def test_a_step_of_several_tokens_leaves_what_single_steps_leave(family: str, co
         assert runner.cache.used == 18
         with pytest.raises(ValueError, match="found 4 tokens to keep of a step of 3 consecutive ones"):
             native.keep(runner.cache.bucket(runner.cache.capacity), 4)
+
+
+STATES = [case for case in NATIVE if case[0] in ("qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid")]
+
+
+@pytest.mark.parametrize("family, config", STATES, ids=str)
+def test_what_is_kept_may_be_cut_once_more(family: str, config: dict[str, Any]) -> None:
+    model = swapped(family, **config)
+    ids = torch.randint(3, 90, (1, 17), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        first = model(ids[:, :12], past_key_values=cache).logits[:, -1]
+        native = NativeDecoder(model)
+        runner = GraphRunner(native, lambda: None, cache, 13, first, kinds=kinds_of(model.config))
+
+        def again() -> None:
+            runner.begin(cache, 12, torch.ones(1, 12, dtype=torch.int64), None)
+
+        def prove() -> None:
+            runner.put(first.argmax()[None, None])
+            runner.step()
+
+        def left(*cuts: int) -> list[Tensor]:
+            again()
+            bucket = runner.cache.bucket(runner.cache.capacity)
+            mask = torch.ones(runner.cache.capacity, dtype=torch.bool)
+            native.several(ids[:, 12:], mask, torch.arange(12, 17)[None], bucket, 12)
+            for kept in cuts:
+                native.keep(bucket, kept)
+            kinds = zip(runner.cache.layers, kinds_of(model.config))
+            return [tensor.clone() for tensors, kind in kinds if kind.is_state for tensor in tensors]
+
+        again()
+        native.prove(prove, again)
+        assert native.is_proven, native.support.reason
+        for cuts in ((4, 2), (3, 2, 2), (5, 2)):
+            assert all(map(torch.equal, left(*cuts), left(2)))
+        assert not all(map(torch.equal, left(3), left(2)))
 
 
 class Known:

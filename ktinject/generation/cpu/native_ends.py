@@ -1,0 +1,146 @@
+"""What a model does before its first decoder layer and behind its last norm, found by running twins of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from ktinject.generation.cpu.native_parts import UnknownLayer
+from ktinject.hf.layers import Layers
+from ktinject.operators.probes import twin
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What values are multiplied with, or divided by.
+
+    by  a number that is not 0
+    """
+
+    by: float = 1.0
+    divides: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.by == 1.0:
+            return x
+        return x / self.by if self.divides else x * self.by
+
+    @classmethod
+    def between(cls, before: Tensor, after: Tensor) -> Scale | None:
+        """The one that makes of fp64 values the others, to the bit; None: it is something else."""
+        square, along = (before * before).sum().item(), (before * after).sum().item()
+        if along == 0:
+            return None
+        # Of digits beyond these, doubles know nothing.
+        ratio, inverse = (float(f"{part:.12g}") for part in (along / square, square / along))
+        candidates = (cls(), cls(ratio), cls(inverse, True))
+        return next((scale for scale in candidates if scale.by and torch.equal(scale(before), after)), None)
+
+
+def language_path(model: Any) -> str:
+    """The path of the module that owns embeddings, decoder layers and the last norm."""
+    layers = Layers(model)
+    if not layers.count:
+        raise UnknownLayer("the model has no decoder layers that can be told")
+    return layers.paths[0].rpartition(".")[0].rpartition(".")[0]
+
+
+class _Reached(Exception):
+    """Ends a forward that has got as far as the language part. Its argument is what that is given."""
+
+
+def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """A twin that computes something else."""
+    found = twin.of(module, hooks=False)
+    vars(found)["forward"] = forward
+    return found
+
+
+def read_as(model: Any, path: str, vocabulary: int) -> Tensor | None:
+    """The ids that a model of text and images embeds for all ids of text; None: those that it is given.
+
+    Kimi-K2.5, for one, reads the ids that stand for images as 0 before it puts the images there.
+    """
+    if path == model.base_model_prefix:
+        return None
+
+    def embed(ids: Tensor) -> Tensor:
+        return ids[..., None].double()
+
+    def stop(*_: Any, **kwargs: Any) -> None:
+        raise _Reached(kwargs.get("inputs_embeds"))
+
+    module: Any = model.get_submodule(path)
+    stub = _standing_in(module.embed_tokens, embed)
+    language = twin.of(module, {"embed_tokens": stub}, hooks=False)
+    vars(language)["forward"] = stop
+    ids = torch.arange(vocabulary)[None]
+    try:
+        with torch.no_grad():
+            twin.around(model, path, language, without=("ktinject_decoding",), hooks=False)(
+                input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False
+            )
+    except _Reached as reached:
+        (found,) = reached.args
+    except Exception as error:  # transformers' own code, given what it may not be made for
+        raise UnknownLayer(f"what it embeds cannot be tried out: {type(error).__name__}: {error}") from error
+    else:
+        found = None
+    if not isinstance(found, Tensor) or found.shape != (1, vocabulary, 1):
+        raise UnknownLayer("the model gives its language part something else than embeddings")
+    read = found[0, :, 0].long()
+    if not torch.equal(embed(read), found[0]) or not bool(((read >= 0) & (read < vocabulary)).all()):
+        raise UnknownLayer("the model changes embeddings before its first layer")
+    return None if torch.equal(read, ids[0]) else read
+
+
+def embedding_scale(module: nn.Module) -> Scale:
+    """What the module that owns embeddings and layers multiplies embeddings with before its first layer.
+
+    Raises  UnknownLayer where it makes something else of them, or cannot be tried out
+    """
+    given = torch.linspace(-3, 3, 16, dtype=torch.float64).view(1, 1, -1)
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise _Reached(args[0] if args else kwargs.get("hidden_states"))
+
+    layers: Any = module.get_submodule("layers")
+    embed = _standing_in(module.get_submodule("embed_tokens"), lambda ids: given)
+    first = twin.of(layers, {"0": _standing_in(layers[0], stop)}, hooks=False)
+    changed = twin.of(module, {"embed_tokens": embed, "layers": first}, hooks=False)
+    try:
+        with twin.on_cpu():
+            twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+    except _Reached as reached:
+        (found,) = reached.args
+    except Exception as error:  # transformers' own code, given what it may not be made for
+        raise UnknownLayer(f"what it embeds cannot be tried out: {type(error).__name__}: {error}") from error
+    else:
+        found = None
+    scale = Scale.between(given, found) if isinstance(found, Tensor) and found.shape == given.shape else None
+    if scale is None:
+        raise UnknownLayer("the model changes embeddings before its first layer")
+    return scale
+
+
+def logits_scale(model: Any) -> Scale:
+    """What a model multiplies or divides the logits with that its output layer gives.
+
+    Where it does something else, or cannot be tried out, nothing is taken to be done: the first step compares.
+    """
+    given = torch.linspace(-3, 3, 16, dtype=torch.float64).view(1, 1, -1)
+    base: nn.Module = getattr(model, model.base_model_prefix)
+    inner = _standing_in(base, lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=given))
+    held = {model.base_model_prefix: inner, "lm_head": _standing_in(model.lm_head, lambda x: x)}
+    try:
+        with twin.on_cpu():
+            changed = twin.of(model, held, without=("ktinject_decoding",), hooks=False)
+            logits = twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+        return Scale.between(given, logits) or Scale()
+    except Exception:  # transformers' own code, given what it may not be made for
+        return Scale()

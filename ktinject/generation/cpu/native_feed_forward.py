@@ -1,0 +1,79 @@
+"""The native twins of feed-forward parts: dense layers, and Mixture-of-Experts blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktinject import _native
+from ktinject.generation.cpu.native_parts import UnknownLayer, child_of, linear, wide
+from ktinject.generation.feed_forward_spec import DenseSpec, FeedForwardSpec, OtherFeedForward, RouterSpec
+from ktinject.operators.cpu_experts import CpuExperts
+from ktinject.operators.cpu_router import CpuRouter
+
+
+def feed_forward(
+    spec: FeedForwardSpec, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
+) -> Any:
+    """The twin of a feed-forward part. copies: as `NativeLayers` has them."""
+    if isinstance(spec, OtherFeedForward):
+        raise UnknownLayer(spec.reason)
+    if isinstance(spec, DenseSpec):
+        return _gated_unit(module, spec.names)
+    chosen = spec.router
+    holder = module.get_submodule(chosen.path.rpartition(".")[0])
+    router = child_of(holder, chosen.path.rpartition(".")[2], nn.Module)
+    packed = isinstance(router, CpuRouter)
+    return _native.Mixture(
+        router=router.linear.native if packed else None,
+        weight=None if packed else _weight(chosen, router, copies),
+        scores=chosen.scores,
+        correction=_correction(chosen, holder if chosen.of_block else router, copies),
+        top_k=chosen.top_k,
+        groups=chosen.groups,
+        top_groups=chosen.top_groups,
+        normed=chosen.is_normed,
+        factor=chosen.factor,
+        rounds_logits=chosen.rounds_logits,
+        rounds_scores=chosen.rounds_scores,
+        rounds_weights=chosen.rounds,
+        experts=child_of(holder, spec.experts.rpartition(".")[2], CpuExperts).native,
+        shared=None
+        if spec.shared is None
+        else _gated_unit(module.get_submodule(spec.shared.path), spec.shared.names),
+        gate=None if spec.shared_gate is None else _gate(module.get_submodule(spec.shared_gate), dtype),
+    )
+
+
+def _weight(spec: RouterSpec, router: nn.Module, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[experts, hidden] in fp32, of a router that computes its product itself."""
+    weight = router.get_parameter(spec.weight)
+    if spec.has_bias or not weight.is_contiguous():
+        raise UnknownLayer(
+            f"its {type(router).__name__} has a bias and is not a CpuRouter, or is not contiguous"
+        )
+    return wide(weight, copies)
+
+
+def _correction(spec: RouterSpec, owner: Any, copies: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """What is added to the scores for the choice, [experts] in fp32."""
+    if not spec.is_corrected:
+        return None
+    path, _, name = spec.correction.rpartition(".")
+    return wide(getattr(owner.get_submodule(path), name).flatten(), copies)
+
+
+def _gate(module: Any, dtype: torch.dtype) -> Tensor:
+    """The weight [1, hidden] of the factor that a shared expert has."""
+    is_plain = type(module) is nn.Linear and module.bias is None and module.weight.is_contiguous()
+    if not is_plain or module.weight.dtype != dtype:
+        raise UnknownLayer(f"its shared expert's gate is a {type(module).__name__} that is not known")
+    weight: Tensor = module.weight.detach()
+    return weight
+
+
+def _gated_unit(module: Any, names: tuple[str, ...]) -> Any:
+    gate, *up, down = (linear(module, name) for name in names)
+    return _native.GatedUnit(gate, up[0] if up else None, down)

@@ -1,0 +1,184 @@
+"""What the feed-forward part of a decoder layer computes: dense layers, or a Mixture-of-Experts block.
+
+As in layer_spec.py, children are found by the names that transformers gives them, and what they compute by running them
+on twins (layer_probes.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ktinject.generation import layer_probes
+from ktinject.generation.cpu import openmp
+from ktinject.operators import Operator
+from ktinject.operators.cpu_router import CpuRouter
+from ktinject.operators.probes import twin
+from ktinject.operators.probes.answer import Memory, key_of
+from ktinject.support import Support
+
+# A router as large as DeepSeek-V3's takes a while to try.
+_routings: Memory[dict[str, Any] | Support] = Memory(most=64)
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """A choice of top_k of num_experts by the scores of weight · x, + bias where there is one.
+
+    is_corrected   a buffer or parameter is added for the choice, not to the weights
+    correction     its path below the router, or below the block, which gives it to the router
+    of_block       it is the block's
+    groups         of experts, of which the `top_groups` with the greatest sums of two take part; 1: no groups
+    is_normed      the chosen weights are divided by their sum
+    factor         that they are multiplied with at last
+    rounds         they are in the dtype of the logits of a model in 16 bits; else in fp32
+    has_bias       a bias is added to weight · x
+    rounds_logits  of a model in 16 bits, weight · x is rounded before anything is made of it
+    rounds_scores  and so are the scores
+    weight         path of the weight below the router
+    """
+
+    path: str
+    scores: Literal["softmax", "sigmoid"]
+    num_experts: int
+    top_k: int
+    is_corrected: bool
+    groups: int
+    top_groups: int
+    is_normed: bool
+    factor: float
+    rounds: bool
+    has_bias: bool = False
+    rounds_logits: bool = False
+    rounds_scores: bool = False
+    correction: str = "e_score_correction_bias"
+    of_block: bool = False
+    weight: str = "weight"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the router itself holds its weight, and whatever corrects its choice as DeepSeek-V3's is called."""
+        return self.weight == "weight" and self.correction == "e_score_correction_bias" and not self.of_block
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """down_proj(silu(gate_proj(x)) · up_proj(x)).
+
+    names  of gate, up and down; or of one layer that gives both gate and up, one behind the other, and of down
+    """
+
+    path: str
+    names: tuple[str, ...] = layer_probes.GATED_UNITS[0]
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """The routed experts' sum, and the shared experts' output on top.
+
+    experts      path of the routed experts
+    shared       None: there are none
+    shared_gate  path of a linear layer to one value, whose sigmoid the shared output is multiplied with, or None
+    """
+
+    path: str
+    router: RouterSpec
+    experts: str
+    shared: DenseSpec | None
+    shared_gate: str | None
+
+
+@dataclass(frozen=True)
+class OtherFeedForward:
+    """A feed-forward part that is not known; why."""
+
+    path: str
+    reason: str
+
+
+FeedForwardSpec = DenseSpec | MoeSpec | OtherFeedForward
+
+
+def of_feed_forward(module: nn.Module) -> FeedForwardSpec:
+    """The spec of a feed-forward part, with an empty path; those of its parts are relative to it."""
+    found = of_moe(module) if hasattr(module, "experts") else of_dense(module)
+    return OtherFeedForward("", found.reason) if isinstance(found, Support) else found
+
+
+def with_shared(spec: FeedForwardSpec, shared: DenseSpec | Support, path: str) -> FeedForwardSpec:
+    """An MoE block's spec with shared experts at a path beside it. Paths are those of what holds both."""
+    if isinstance(spec, OtherFeedForward):
+        return spec
+    if isinstance(shared, Support):
+        return OtherFeedForward("", shared.reason)
+    if not isinstance(spec, MoeSpec) or spec.shared is not None:
+        return OtherFeedForward(
+            "", f"beside {path} stands something else than an MoE block without shared experts"
+        )
+    router = replace(spec.router, path=f"{spec.path}.{spec.router.path}")
+    experts = f"{spec.path}.{spec.experts}"
+    return MoeSpec("", router, experts, replace(shared, path=path), None)
+
+
+def of_dense(module: nn.Module) -> DenseSpec | Support:
+    children = {name for name, _ in module.named_children()}
+    units = layer_probes.GATED_UNITS
+    names = next((names for names in units if {*names} <= children), units[0])
+    support = layer_probes.is_gated_silu(module, names)
+    return DenseSpec("", names) if support else support
+
+
+@openmp.one_thread()
+def of_moe(block: nn.Module) -> MoeSpec | Support:
+    """The spec of a Mixture-of-Experts block, or why it has none."""
+    names = {name for name, _ in block.named_children()}
+    gate = "router" if "gate" not in names else "gate"
+    shared = sorted(names & {"shared_experts", "shared_expert", "shared_mlp"})
+    gated = names & {"shared_expert_gate"}
+    if names - {*shared} - gated != {gate, "experts"} or len(shared) > 1 or len(gated) > len(shared):
+        return Support.no(f"its {type(block).__name__} holds {', '.join(sorted(names))}")
+    if isinstance(block, Operator):
+        return Support.no(f"{block.name} routes by itself")
+    dense = of_dense(block.get_submodule(shared[0])) if shared else None
+    if isinstance(dense, Support):
+        return dense
+    found = _routing(block, gate, _plain_router(block.get_submodule(gate)), (*shared, *gated))
+    if isinstance(found, Support):
+        return found
+    return MoeSpec(
+        path="",
+        router=RouterSpec(gate, **found),
+        experts="experts",
+        shared=None if dense is None else replace(dense, path=shared[0]),
+        shared_gate="shared_expert_gate" if gated else None,
+    )
+
+
+def _routing(
+    block: nn.Module, name: str, router: nn.Module, shared: tuple[str, ...]
+) -> dict[str, Any] | Support:
+    alone = twin.of(block)
+    vars(alone)["_modules"] = {}
+    key = (key_of(alone), name, key_of(router), shared)
+    return _routings.once(key, lambda: layer_probes.routing(block, name, router, *shared))
+
+
+def _plain_router(gate: nn.Module) -> nn.Module:
+    """A router of transformers' class with the same attributes, also where `cpu_router` computes its product."""
+    if not isinstance(gate, CpuRouter):
+        return gate
+    kind = next(base for base in type(gate).__mro__ if not issubclass(base, Operator))
+    plain: Any = object.__new__(kind)
+    shapes = gate.parameter_shapes()
+    vars(plain).update(
+        {name: value for name, value in vars(gate).items() if name not in ("linear", "packed", *shapes)}
+    )
+    vars(plain)["_parameters"] = {
+        name: nn.Parameter(torch.empty(shape, dtype=gate.weight.dtype, device="meta"), False)
+        for name, shape in shapes.items()
+    }
+    router: nn.Module = plain
+    return router
