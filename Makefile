@@ -68,12 +68,12 @@ check: $(VENV)/dev
 # Two types of one name are an error that only a linker can see, and only where the compiler has told it of types: -flto. At
 # -O0 that takes half a minute at first, then what the changed files take. CUDA's parts are seen by their headers.
 ODR := $(patsubst native/%.cpp,build/odr/%.o,$(filter-out native/bindings/% native/cuda/%,$(filter %.cpp,$(NATIVE))))
-ODR_FLAGS := -std=c++20 -fPIC -O0 -flto
+ODR_FLAGS := -std=c++20 -fPIC -O0 -flto -Wno-psabi
 build/odr/%.o: native/%.cpp
 	@mkdir -p $(@D)
 	$(CXX) $(ODR_FLAGS) -Inative -MMD -c $< -o $@
 build/odr/checked: $(ODR)
-	$(CXX) $(ODR_FLAGS) -Wno-psabi -Werror=odr -shared $^ -o $@.so
+	$(CXX) $(ODR_FLAGS) -Werror=odr -shared $^ -o $@.so
 	@touch $@
 -include $(ODR:.o=.d)
 

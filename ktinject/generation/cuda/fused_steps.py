@@ -29,6 +29,7 @@ from ktinject.generation.layer_spec import (
     RotationSpec,
 )
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
+from ktinject.hf import compat
 
 
 def step_of(spec: PartSpec, module: Any, block_counts: Tensor) -> Step | None:
@@ -101,7 +102,7 @@ def _mixer_of(spec: AttentionSpec | GatedDeltaSpec, module: Any, block_counts: T
             if states is None:
                 return None
             x = hidden_states[:, 0].contiguous()
-            return delta(x, norm, States(*states), delta_steps.cache_of(kwargs)), module.out_proj
+            return delta(x, norm, States(*states), compat.cache_of(kwargs)), module.out_proj
 
         return None if delta is None else by_states
     attention = attention_of(spec, module, block_counts)

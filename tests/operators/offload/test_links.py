@@ -65,12 +65,14 @@ def test_which_gpus_help() -> None:
 
 
 def test_help_is_taken_where_it_pays() -> None:
-    layer = LinkRates(50e9, (40e9, 20e9), 100e9).of_layer(1_200_000_000, 2048)
-    assert layer.alone_s == pytest.approx(0.024) and layer.layer_s == pytest.approx(0.020)
-    assert layer.shares == pytest.approx((2 / 3, 1 / 3)) and sum(layer.shares) == pytest.approx(1)
+    layer = LinkRates(50e9, (40e9, 30e9), 100e9).of_layer(1_200_000_000, 2048)
+    assert layer.alone_s == pytest.approx(0.024) and layer.layer_s == pytest.approx(1.2 / 70)
+    assert layer.shares == pytest.approx((4 / 7, 3 / 7)) and sum(layer.shares) == pytest.approx(1)
     assert layer.token_s == pytest.approx(2048 * 6 / 100e9)
-    assert layer.pay(1024) and not layer.pay(16_384), "what crosses grows with the prompt"
+    assert layer.pay(1024) and not layer.pay(32_768), "what crosses grows with the prompt"
     assert not layer.pay(1024, 0.1), "little is to be sent"
+    small = LinkRates(50e9, (47e9, 47e9), 100e9).of_layer(1 << 28, 2048)
+    assert not small.pay(1024), "what they spare is less than what help costs"
     assert not LinkRates(50e9, (25e9, 25e9), 1e15).of_layer(1 << 30, 2048).pay(128), "they share a bus"
     three = LinkRates(50e9, (50e9,) * 3, 100e9).of_layer(1 << 30, 2048)
     assert three.token_s == pytest.approx(2 * layer.token_s) and len(three.shares) == 3
