@@ -99,6 +99,7 @@ _BATCHING = "transformers.generation.continuous_batching"
 _MANAGER = f"{_BATCHING}.continuous_api:ContinuousBatchingManager"
 _SERVE = "transformers.cli.serve:Serve"
 _SERVING = "transformers.cli.serving"
+_IN_THREAD = f"(self{', use_inference_mode' if _SINCE_5_24 else ''})"
 _MODELS = "list_models" if _SINCE_5_24 else "get_gen_models"
 _REGISTER = "(model_type_or_class_name, mapping, overwrite=False)"
 _PENALTY = "RepetitionPenaltyLogitsProcessor"
@@ -378,7 +379,7 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             "how a request chooses",
         ),
         Private(_GENERATION, "_get_logits_processor", "(self, generation_config)", "what a request asks for"),
-        Private(_MANAGER, "_run_generation_loop", THERE, "in a thread that ends with the process"),
+        Private(_MANAGER, "_run_generation_loop", _IN_THREAD, "in a thread that ends with the process"),
         *_each(
             f"{_MANAGER}.__init__",
             "logit_processor output_router background_thread_status _generation_thread",

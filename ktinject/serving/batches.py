@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 import threading
 from collections import deque
@@ -314,7 +315,12 @@ class Batches:
         _tell_of_prefixes(manager.batch_processor.cache, self._found)
         manager.background_thread_status.clear()
         # As `start` does it, but the thread does not keep the process from ending.
-        manager._generation_thread = threading.Thread(target=manager._run_generation_loop, daemon=True)
+        # Inference mode is a thread's own; since transformers 5.24 the loop is told the caller's.
+        takes = inspect.signature(manager._run_generation_loop).parameters
+        told = {"use_inference_mode": torch.is_inference_mode_enabled()} if takes else {}
+        manager._generation_thread = threading.Thread(
+            target=manager._run_generation_loop, kwargs=told, daemon=True
+        )
         manager._generation_thread.start()
         self._manager = manager
         return manager
