@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import DeepseekV3Config, StaticCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from ktinject.hf import compat
 from ktinject.operators.absorbed_mla import AbsorbedMla, AbsorbedMlaConfig
 
 REPLAYS = 10
@@ -90,7 +91,7 @@ def measure(device: str, context: int) -> tuple[float, float, float, float]:
         held.layers[0].cumulative_length.fill_(context - 1)
         places = tuple(t.to(dtype) for t in positions)
         out: Tensor = layer(
-            hidden_states=x.to(dtype), position_embeddings=places, attention_mask=mask, past_key_values=held
+            hidden_states=x.to(dtype), position_embeddings=places, attention_mask=mask, **{compat.CACHE: held}
         )[0]
         return out
 

@@ -187,7 +187,7 @@ def turning(module: Any, heads: Sequence[str], norms: Sequence[str]) -> Turning 
             _random(1, _ROWS, 8).double(),
             position_embeddings=(angles.cos(), angles.sin()),
             attention_mask=None,
-            past_key_values=_Keys(),
+            **{compat.CACHE: _Keys()},
         )
     except _GivenKeys as given:
         (found,) = given.args

@@ -71,4 +71,4 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_daemon_thread_that_computes_lets_the_interpreter_end(folder: Path) -> None:
     found = prepared.run(CODE, folder)
-    assert (found.stdout.split(), found.stderr) == (["7"] * 4, "")
+    assert (found.stdout.split(), found.stderr) == (["7"] * 4, ""), found.stderr

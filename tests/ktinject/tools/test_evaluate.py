@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ktinject.errors import OperatorError, PlanError
+from ktinject.hf import compat
 from ktinject.tools import evaluate
 
 
@@ -92,7 +93,7 @@ def test_token_by_token_through_the_cache(model, ids):
     """Every step but the first sees one token and what the cache holds."""
     seen = []
     hook = model.register_forward_pre_hook(
-        lambda _, arguments, named: seen.append((named["input_ids"].shape, named["past_key_values"] is None)),
+        lambda _, arguments, named: seen.append((named["input_ids"].shape, compat.cache_of(named) is None)),
         with_kwargs=True,
     )
     evaluate.perplexity(model, ids[:60], window=20, decode=True)
