@@ -34,7 +34,10 @@ def routers(model: PreTrainedModel, checkpoint: Checkpoint | None, mapping: KeyM
         if checkpoint is None or mapping is None:
             return weight.is_meta or torch.equal(weight.bfloat16().float(), weight)
         pieces = mapping.targets.get(name, ())
-        return bool(pieces) and all(checkpoint.format_of(p.key).name == FLOATS["BF16"] for p in pieces)
+        # "float" is all that an index alone says.
+        return bool(pieces) and all(
+            checkpoint.format_of(p.key).name in (FLOATS["BF16"], "float") for p in pieces
+        )
 
     for pattern in sorted(model._keep_in_fp32_modules_strict or ()):
         named = re.compile(pattern.replace("*", ".*")).search

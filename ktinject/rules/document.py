@@ -142,6 +142,8 @@ def _malformed(error: yaml.MarkedYAMLError, lines: list[str], source: str) -> Ru
     mark = error.problem_mark or error.context_mark
     line, column = (mark.line, mark.column) if mark else (0, 0)
     said = " ".join(part for part in (error.context, error.problem) if part)
+    if "maximum nesting depth" in said:  # libyaml's own limit, which comes before ours where it has one
+        return too_deep(_at(source, line, column, lines))
     if line < len(lines) and "${" in lines[line]:
         advice = "Put ${…} in quotes where it stands inside { } or [ ]."
     else:

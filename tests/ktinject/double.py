@@ -7,12 +7,16 @@ difference to the original is the engine's doing.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import importlib
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
@@ -106,6 +110,16 @@ def saved(model: PreTrainedModel, folder: Path, **kwargs: Any) -> Path:
     """The model's folder, as `save_pretrained` writes it."""
     model.save_pretrained(folder, **kwargs)
     return folder
+
+
+@functools.cache
+def peft_too_old() -> str:
+    """Why transformers' own adapters cannot be tried: it asks for a newer PEFT than is installed; "" if it does not."""
+    needed = importlib.import_module("transformers.integrations.peft").MIN_PEFT_VERSION
+    found = metadata.version("peft")
+    return (
+        f"transformers wants PEFT {needed}, and {found} is here" if Version(found) < Version(needed) else ""
+    )
 
 
 def machine(memory: int = 2**40, gpus: int = 0, gpu_memory: int = 2**34) -> Machine:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from byte_tokenizer import tokenizer
-from packaging.version import Version
+from double import peft_too_old
 from test_generate import prompt, stock
 from test_generate import swapped as on_device
 from test_native_decoder import sure, swapped
 from torch import Tensor
 from transformers import PreTrainedModel, TextIteratorStreamer, pipeline
-from transformers.integrations import peft as of_transformers
 
 from ktinject import OperatorError
 from ktinject.model_class import own_class
@@ -111,10 +110,7 @@ class TestOnTheCpu:
         again = swapped("qwen3_moe")
         assert torch.equal(peft.PeftModel.from_pretrained(again, tmp_path).generate(**ARGUMENTS), wanted)
 
-    @pytest.mark.skipif(
-        Version(peft.__version__) < Version(of_transformers.MIN_PEFT_VERSION),
-        reason=f"this transformers loads adapters with PEFT {of_transformers.MIN_PEFT_VERSION} or newer",
-    )
+    @pytest.mark.skipif(bool(peft_too_old()), reason=peft_too_old())
     def test_loaded_by_transformers(self, tmp_path: Path) -> None:
         tuned = two_adapters(swapped("qwen3_moe"))
         wanted = tuned.generate(**ARGUMENTS)

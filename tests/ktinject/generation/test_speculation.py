@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 import ktinject
+from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.generation import several, sources
 from ktinject.generation.cache_layers import kinds_of, tensors_of
@@ -258,13 +259,20 @@ def twice(monkeypatch: pytest.MonkeyPatch, plain: Any) -> Iterator[None]:
     yield
 
 
+def nearly(ours: Tensor, theirs: Tensor) -> bool:
+    """But for roundings of bf16; infinities where they are."""
+    largest = float(theirs[theirs.isfinite()].abs().max())
+    return torch.allclose(ours.float(), theirs.float(), rtol=0, atol=2e-2 * largest)
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int4"])
 @pytest.mark.parametrize("family, config", [*NATIVE, ("qwen3_next", {})], ids=str)
 def test_native_lookup_writes_what_plain_native_steps_write(
     family: str, config: dict[str, Any], weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # To the bit: AMX and AVX512-BF16 sum the products of several rows in another order than those of one.
-    monkeypatch.setenv("KTINJECT_KERNEL", f"avx2_{weights}")
+    # AMX and AVX512-BF16 sum the products of several rows in another order than those of one.
+    others = [row["name"] for row in _native.kernels() if row["available"] and row["weights"] == "bf16"]
+    same = nearly if weights == "bf16" and {*others} & {"amx_bf16", "avx512_bf16"} else torch.equal
     model = swapped(family, weights, **config)
     arguments = given(eos_token_id=None, max_new_tokens=40)
     plain = model.generate(**arguments)
@@ -280,9 +288,9 @@ def test_native_lookup_writes_what_plain_native_steps_write(
         assert model.ktinject_decoding.last == "native loop, prompt lookup"
         assert torch.equal(found.sequences, plain.sequences)
         for ours, theirs in zip((*found.scores, *found.logits), (*plain.scores, *plain.logits), strict=True):
-            assert torch.equal(ours, theirs)
+            assert same(ours, theirs)
         for mine, other in zip(found.past_key_values.layers, plain.past_key_values.layers):
-            assert all(map(torch.equal, tensors_of(mine), tensors_of(other)))
+            assert all(map(same, tensors_of(mine), tensors_of(other)))
     assert max(taken) == 5
 
 
