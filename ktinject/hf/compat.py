@@ -462,6 +462,7 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
     ),
     "swapping": (
         Private(_MODEL, "_get_dtype_plan", "(self, dtype)", "parameters that stay fp32"),
+        Private(_MODEL, "_keep_in_fp32_modules_strict", THERE, "those of a router need not"),
         Private(_MODEL, "_tied_weights_keys", THERE, "swapped parameters are untied"),
         Private(f"{_MODEL}.post_init", "all_tied_weights_keys", SET, "parameters that share their values"),
         Private(_MODEL, "_hf_peft_config_loaded", THERE, "save_pretrained writes adapters alone"),

@@ -25,6 +25,7 @@ from ktinject import _native
 from ktinject.generation import cache_layers, layer_spec
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.recurrent_spec import Mamba2Spec
+from ktinject.hf import compat
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 from tests.models import AVAILABLE, tiny
 
@@ -205,7 +206,7 @@ class TestRefusals:
             out: Tensor = own(self, *args, **kwargs)
             if what == "output":
                 return out * 0.8
-            for state in cache_layers.tensors_of(kwargs["cache_params"].layers[0]):
+            for state in cache_layers.tensors_of(compat.cache_of(kwargs).layers[0]):
                 state.mul_(0.8)
             return out
 
