@@ -134,10 +134,10 @@ def logits_scale(model: Any) -> Scale:
     Where it does something else, or cannot be tried out, nothing is taken to be done: the first step compares.
     """
     given = torch.linspace(-3, 3, 16, dtype=torch.float64).view(1, 1, -1)
-    base: nn.Module = getattr(model, model.base_model_prefix)
-    inner = _standing_in(base, lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=given))
-    held = {model.base_model_prefix: inner, "lm_head": _standing_in(model.lm_head, lambda x: x)}
     try:
+        base: nn.Module = getattr(model, model.base_model_prefix)
+        inner = _standing_in(base, lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=given))
+        held = {model.base_model_prefix: inner, "lm_head": _standing_in(model.lm_head, lambda x: x)}
         with twin.on_cpu():
             changed = twin.of(model, held, without=("ktinject_decoding",), hooks=False)
             logits = twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
