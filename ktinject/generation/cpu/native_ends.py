@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,18 @@ def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     return found
 
 
+@contextmanager
+def _tried_out() -> Iterator[list[Any]]:
+    """For a call that a stand-in stops; behind it, the list has what that was given. Raises UnknownLayer."""
+    given: list[Any] = []
+    try:
+        yield given
+    except _Reached as reached:
+        given.extend(reached.args)
+    except Exception as error:  # transformers' own code, given what it may not be made for
+        raise UnknownLayer(f"what it embeds cannot be tried out: {type(error).__name__}: {error}") from error
+
+
 def read_as(model: Any, path: str, vocabulary: int) -> Tensor | None:
     """The ids that a model of text and images embeds for all ids of text; None: those that it is given.
 
@@ -80,17 +93,11 @@ def read_as(model: Any, path: str, vocabulary: int) -> Tensor | None:
     language = twin.of(module, {"embed_tokens": stub}, hooks=False)
     vars(language)["forward"] = stop
     ids = torch.arange(vocabulary)[None]
-    try:
-        with torch.no_grad():
-            twin.around(model, path, language, without=("ktinject_decoding",), hooks=False)(
-                input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False
-            )
-    except _Reached as reached:
-        (found,) = reached.args
-    except Exception as error:  # transformers' own code, given what it may not be made for
-        raise UnknownLayer(f"what it embeds cannot be tried out: {type(error).__name__}: {error}") from error
-    else:
-        found = None
+    with _tried_out() as reached, torch.no_grad():
+        twin.around(model, path, language, without=("ktinject_decoding",), hooks=False)(
+            input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False
+        )
+    found = next(iter(reached), None)
     if not isinstance(found, Tensor) or found.shape != (1, vocabulary, 1):
         raise UnknownLayer("the model gives its language part something else than embeddings")
     read = found[0, :, 0].long()
@@ -113,15 +120,9 @@ def embedding_scale(module: nn.Module) -> Scale:
     embed = _standing_in(module.get_submodule("embed_tokens"), lambda ids: given)
     first = twin.of(layers, {"0": _standing_in(layers[0], stop)}, hooks=False)
     changed = twin.of(module, {"embed_tokens": embed, "layers": first}, hooks=False)
-    try:
-        with twin.on_cpu():
-            twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
-    except _Reached as reached:
-        (found,) = reached.args
-    except Exception as error:  # transformers' own code, given what it may not be made for
-        raise UnknownLayer(f"what it embeds cannot be tried out: {type(error).__name__}: {error}") from error
-    else:
-        found = None
+    with _tried_out() as reached, twin.on_cpu():
+        twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+    found = next(iter(reached), None)
     scale = Scale.between(given, found) if isinstance(found, Tensor) and found.shape == given.shape else None
     if scale is None:
         raise UnknownLayer("the model changes embeddings before its first layer")
