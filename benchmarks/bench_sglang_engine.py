@@ -2,7 +2,7 @@
 
     python benchmarks/bench_sglang_engine.py same [--device cpu] [--own 8 0 31] [--at-once 1] [--no-eager] [--tp 2]
     python benchmarks/bench_sglang_engine.py soak [--device cpu] [--own 8] [--requests 1000]
-    python benchmarks/bench_sglang_engine.py speed [--layers 48] [--clients 1 32] [--tp 2 [--apart]]
+    python benchmarks/bench_sglang_engine.py speed [--layers 48] [--clients 1 32] [--own 32] [--tp 2 [--apart]]
 
 `same` asks the trained Qwen3-MoE of this repository, one prompt at a time and 32 at once, with some of the experts
 SGLang's own, with graphs and without. Of two texts, either may be right: a token counts as fp32's where fp32, given all
@@ -16,10 +16,11 @@ first one has all experts of the CPU, and gives each its own, so that each has a
 `soak` asks one engine of these for its answers before and after requests of which some are cancelled, kills it at work,
 and asks another one that is started then.
 
-`speed` has the shape of Qwen3-30B-A3B with random weights, int4 experts on the CPU and none on the GPU. Tokens are
-drawn at random, so that clients do not ask for the same experts. It ends with a prompt of 2048 tokens, and with where
-the GPU is in a decode step of one client: in kernels that wait for the CPU, in others, in none. bench_generate.py has
-plain `generate` of that shape: hosts differ, so run it right before, on the same one.
+`speed` has the shape of Qwen3-30B-A3B with random weights, int4 experts on the CPU, and `--own` of a layer's 128, none
+unless given, on the GPU in bf16. With `--tp`, each GPU has a part of every one of those. Tokens are drawn at random, so
+that clients do not ask for the same experts. It ends with a prompt of 2048 tokens, and with where the GPU is in a
+decode step of one client: in kernels that wait for the CPU, in others, in none. bench_generate.py has plain `generate`
+of that shape: hosts differ, so run it right before, on the same one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("what", choices=["same", "soak", "speed"])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--new", type=int, default=24, help="tokens of each answer")
-    parser.add_argument("--own", type=int, nargs="+", default=[8, 0, EXPERTS - 1], help="experts of SGLang")
+    parser.add_argument("--own", type=int, nargs="+", help="experts of SGLang; of a speed, one number")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--requests", type=int, default=1000, help="of a soak")
     parser.add_argument("--at-once", type=int, default=1, help="engines")
@@ -53,6 +54,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--turns", type=int, default=2)
     given = parser.parse_args()
+    if given.own is None:
+        given.own = [0] if given.what == "speed" else [8, 0, EXPERTS - 1]
+    if given.what == "speed" and len(given.own) > 1:
+        parser.error(f"--own {' '.join(map(str, given.own))}: a speed is measured with one number of experts")
     # Else SIGTERM would leave engines behind, which have sessions of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     if given.what == "speed":

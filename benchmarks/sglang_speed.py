@@ -121,11 +121,12 @@ def speed(given: argparse.Namespace) -> None:
             disable_prefill_cuda_graph=True,  # to capture them takes longer than all that is measured
             kt_weight_path=str(folder),
             kt_method="AMXINT4",
-            kt_num_gpu_experts=0,
+            kt_num_gpu_experts=given.own[0],
         ),
     )
     print(
-        f"# {given.layers} layers, {given.tp} processes, started in {time.monotonic() - begun:.0f} s",
+        f"# {given.layers} layers, {given.own[0]} experts of each on the GPU, {given.tp} processes, started in "
+        f"{time.monotonic() - begun:.0f} s",
         flush=True,
     )
     numbers = random.Random(0)

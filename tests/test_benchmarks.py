@@ -348,6 +348,11 @@ def test_layers_of_sglang_are_filled_without_a_checkpoint(monkeypatch: pytest.Mo
     out = made.forward(x, ids, torch.full((3, 2), 0.5))
     assert out.shape == x.shape and out.float().abs().min() > 0
     assert torch.equal(out, made.forward(x, ids.flip(0), torch.full((3, 2), 0.5))), "all experts are alike"
+    some = KTMoEWrapper(0, 4, 2, 64, 32, num_gpu_experts=1, method="AMXINT4", threadpool_count=1)
+    some.load_weights()
+    of_each = some.forward(x, torch.tensor([[0, 0], [1, 0], [2, 3]]), torch.full((3, 2), 0.5)).float()
+    assert not of_each[0].any() and torch.equal(of_each[2], out[2].float()), "the first one is on the GPU"
+    torch.testing.assert_close(of_each[1], out[1].float() / 2)
 
 
 def test_growth_of_the_processes_of_a_soak(monkeypatch: pytest.MonkeyPatch) -> None:
