@@ -126,7 +126,7 @@ class Int4Linear(GpuLinear):
         if self.config.bf16_copy:
             dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
             return {
-                "weights": f"{weights}, {dtype} copy",
+                "weights": f"{weights} with {dtype} copy",
                 "kernel": f"{kernel} with the copy where faster",
             }
         small = ", and for 193 to 512 where faster" if self._arch == "sm90" else ""

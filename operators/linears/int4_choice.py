@@ -1,6 +1,7 @@
 """How `int4_linear` multiplies so many tokens: with its own kernel, or with cuBLAS and a weight that was unpacked.
 
-What is faster was measured on an H200, with groups of 128. docs/benchmarks.md, "Linear layers on the GPU", has the times.
+What is faster was measured on an H200, with groups of 128: docs/benchmarks.md, "Linear layers on the GPU", has the
+times.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ _SMALL_LAYERS = (
 )
 
 _MEASURED = 132  # multiprocessors of an H100 or H200
-# Beside a weight that is kept in bf16, up to 64 tokens int4 was the faster of the two for all layers, and beyond 1024
-# bf16. In between, these numbers of tokens were measured. A number between two is taken as the greater one, as blocks are
-# (native/cuda/int4_blocks.cpp).
+# With up to 64 tokens, int4_linear was faster than cuBLAS with a weight in bf16 for all layers; with more than 1024,
+# cuBLAS was as fast or faster. In between, these numbers of tokens were measured. A number between two is taken as the
+# greater one, as blocks are (native/cuda/int4_blocks.cpp).
 _FEW, _COMPARED = 64, (128, 256, 512, 1024)
 # Inputs and outputs → those of the numbers above with which int4 was faster. The smallest layers first.
-_INT4_IS_FASTER: dict[tuple[int, int], tuple[int, ...]] = {
+INT4_IS_FASTER: dict[tuple[int, int], tuple[int, ...]] = {
     (512, 2048): (128, 256, 512), (2048, 512): (128, 256, 512), (2560, 512): (128, 256, 512),
     (2880, 512): (128, 256, 512), (3584, 512): (128, 256, 512), (4096, 512): (128, 512),
     (3072, 1024): (128, 256), (7168, 576): (128,), (2048, 2048): (128, 512), (4096, 1024): (256,), (5120, 1024): (),
@@ -51,11 +52,11 @@ def is_small(k: int, n: int, m: int) -> bool:
 
 
 def bf16_is_faster(k: int, n: int, m: int, multiprocessors: int) -> bool:
-    """Whether cuBLAS multiplies m tokens by a weight [n, k] that lies in 16 bits faster than int4_linear by one in int4.
+    """Whether cuBLAS with a weight [n, k] in 16 bits multiplies m tokens faster than int4_linear with one in int4.
 
     multiprocessors  those of a Hopper GPU; 0: another GPU
     """
-    int4_is_faster = _INT4_IS_FASTER.get((k, n))
+    int4_is_faster = INT4_IS_FASTER.get((k, n))
     if multiprocessors == _MEASURED and int4_is_faster is not None:
         return m > _FEW and next((most for most in _COMPARED if m <= most), None) not in int4_is_faster
     return m > (_FEW if multiprocessors and n * k < _LARGE else 2 * _FEW)
