@@ -235,7 +235,7 @@ class Int4Linear(GpuLinear):
             self._make_native()  # on the CPU it can be filled and unpacked; its forward raises OperatorError
         if self._copy is not None:
             self._copy.copy_(self.dequantise(self.dtype))
-        if self._copy_bias is not None:
+        if self._copy_bias is not None and self._bias is not None:
             self._copy_bias.copy_(self._bias)
 
     def _make_native(self) -> None:

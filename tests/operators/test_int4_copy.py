@@ -276,6 +276,16 @@ def test_each_graph_keeps_its_own_way_and_sees_what_is_written(cuda: str) -> Non
 
 
 @pytest.mark.gpu
+def test_on_a_second_gpu(cuda: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    operator = filled(linear(256, 320, bias=True), "cuda:1", bf16_copy=True)
+    assert operator._copy is not None and operator._copy.device == torch.device("cuda:1")
+    for m in (40, 300):
+        check_product(operator, torch.bfloat16, m)
+
+
+@pytest.mark.gpu
 def test_gradients_and_compile(cuda: str) -> None:
     operator = filled(linear(256, 320, bias=True), cuda, bf16_copy=True)
     x = torch.randn(300, 256, device=cuda).bfloat16().requires_grad_()
