@@ -80,8 +80,10 @@ def check_product(operator: Int4Linear, dtype: torch.dtype, m: int) -> None:
     assert y.dtype == dtype and y.shape == (m, n)
     error = reference.relative_error(y, x.double() @ weight.T + bias)
     few = 2 if y.numel() < 2000 else 1  # the rounding of few outputs may be above the average
-    if operator._is_unpacked(m) or operator._is_copied(m, dtype):
-        few = 1.5  # cuBLAS may add up parts in 16 bits
+    if operator._is_copied(m, dtype):
+        few = 2  # cuBLAS may add up parts in 16 bits, more of them for fewer tokens
+    elif operator._is_unpacked(m):
+        few = 1.5
     assert error < few * reference.INT4_LINEAR_TOLERANCE[dtype], (k, n, m, operator.blocks, error)
     assert operator(x).equal(y), "the same bits every time"
 
