@@ -29,6 +29,15 @@ class DenseLinearConfig(Config):
     # The format in memory; int8 on the CPU only. kept: the checkpoint's own, else what bf16 does.
     weights: Literal["bf16", "fp8", "int8", "int4", "kept"] = "bf16"
     group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
+    # int4 on a GPU only: keep a bf16 copy beside the int4 weights, for prompts; see int4_linear
+    bf16_copy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bf16_copy and self.weights != "int4":
+            raise ValueError(
+                f"bf16_copy keeps a copy beside int4 weights, and weights is {self.weights}. "
+                "Write weights: int4, or bf16_copy: false."
+            )
 
 
 @dataclass(frozen=True)
@@ -88,8 +97,10 @@ class DenseLinear(NeverBuilt):
                 device=config.device, weights=config.weights, group_size=config.group_size
             )
         operator = REGISTRY[f"{config.weights}_linear"]
-        size = {"group_size": config.group_size} if config.weights == "int4" else {}
-        return operator, operator.Config(device=config.device, **size)
+        of_int4 = {"group_size": config.group_size, "bf16_copy": config.bf16_copy}
+        return operator, operator.Config(
+            device=config.device, **(of_int4 if config.weights == "int4" else {})
+        )
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:

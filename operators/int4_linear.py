@@ -17,6 +17,7 @@ from ktinject.machine import has_gpu
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.linears import int4_layout
 from ktinject.operators.linears.gpu_linear import GpuLinear
+from ktinject.operators.linears.int4_choice import MANY_TOKENS, MANY_TOKENS_SM80, bf16_is_faster, is_small
 from ktinject.operators.linears.int4_layout import TILE
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ class Int4LinearConfig(Config):
 
     group_size: Literal[128, 64, 32, -1] = 128  # how many inputs share a scale; -1: all inputs of an output
     symmetric: bool = True  # codes from -8 to 7; false adds a zero point to each group
+    # Keep an unpacked copy in the model's 16 bits beside the int4 weights, for numbers of tokens with which cuBLAS is
+    # faster: five times the memory
+    bf16_copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,30 +44,11 @@ class _AsStored(Int4LinearConfig):
     names_groups: bool = False  # the checkpoint has a g_idx, which may put the inputs of a group anywhere
 
 
-# With more tokens than this (first on Hopper, then on other GPUs), it is faster to unpack the weight and use cuBLAS.
-MANY_TOKENS, MANY_TOKENS_SM80 = 4096, 256
-# Small layers on Hopper: (more tokens than, up to), fewest outputs, and (most outputs, most million weights) with which
-# that is faster, too, measured on an H200 for the layers of the models that `ktinject bench` knows; docs/benchmarks.md
-# has the times. The kernels have the same blocks for all tokens of a range, of which the greatest number was measured.
-_SMALL_LAYERS = (
-    ((192, 256), 2048, ((4096, 10.0),)),
-    ((384, 512), 512, ((4096, 11.1), (3600, 13.0))),
-)
 _TURNS = 4  # sets of counters that calls take in turns, so that calls on several streams do not share one
 
 
 def _is_hopper(device: str) -> bool:
     return has_gpu(device) and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def is_small(k: int, n: int, m: int) -> bool:
-    """Whether a weight [n, k] and m tokens are so few work that, on Hopper, unpacking it and cuBLAS are faster."""
-    return any(
-        few < m <= most
-        and n >= fewest
-        and any(n <= outputs and n * k <= million * 1e6 for outputs, million in bounds)
-        for (few, most), fewest, bounds in _SMALL_LAYERS
-    )
 
 
 @register_operator("int4_linear")
@@ -75,6 +60,11 @@ class Int4Linear(GpuLinear):
     multiplies; on Hopper also for a small layer with 193 to 512 tokens, where that is faster. Sums are fp32. Up to 16
     tokens on Hopper and 256 elsewhere, codes and scales are exact. With more tokens each weight is rounded once to the
     activations' dtype; ktinject's own quantisation chooses scales for which that rounding changes nothing.
+
+    With `bf16_copy`, the weight is unpacked once, when it is loaded, and cuBLAS multiplies by the copy where that is
+    faster for the layer and the number of tokens: never up to 64 tokens, always for more than 1024. Between these it
+    goes by what was measured for the layer on an H200. Other layers on Hopper use the copy from 65 tokens on if they
+    have fewer than 40 million weights. Larger ones, and other GPUs, use it from 129 on.
     """
 
     Config = Int4LinearConfig
@@ -95,6 +85,8 @@ class Int4Linear(GpuLinear):
         self._names_groups = isinstance(config, _AsStored) and config.names_groups
         self._order: Tensor | None = None  # [k] int64: position → the checkpoint's input; None: same order
         self._turn = 0
+        self._copy: Tensor | None = None  # [n, k] of the model's dtype, inputs in the checkpoint's order
+        self._copy_bias: Tensor | None = None  # [n] of that dtype
         hopper = _is_hopper(config.device)
         self._arch = "sm90" if hopper else "sm80"
         self._many_tokens = MANY_TOKENS if hopper else MANY_TOKENS_SM80
@@ -106,7 +98,14 @@ class Int4Linear(GpuLinear):
     def use_checkpoint_format(cls, config: Any, source: Format) -> Any:
         group_size = -1 if source.shape and source.group_size == source.shape[1] else source.group_size
         names_groups = any(name.endswith("g_idx") for name in source.companions)
-        return _AsStored(config.device, group_size, not source.has_zeros, source.name, names_groups)
+        return _AsStored(
+            device=config.device,
+            group_size=group_size,
+            symmetric=not source.has_zeros,
+            bf16_copy=config.bf16_copy,
+            source=source.name,
+            names_groups=names_groups,
+        )
 
     @classmethod
     def misfit(cls, k: int, n: int, config: Any) -> str | None:
@@ -122,11 +121,16 @@ class Int4Linear(GpuLinear):
     def describe(self) -> dict[str, Any]:
         group = "a scale a row" if self.config.group_size == -1 else f"group {self.group_size}"
         source = f", as stored ({self.config.source})" if isinstance(self.config, _AsStored) else ""
-        return {
-            "weights": f"int4 {group}{', zero points' if self.has_zeros else ''}{source}",
-            "kernel": f"int4_linear_{self._arch}, cuBLAS beyond {self._many_tokens} tokens"
-            + (", and for 193 to 512 where faster" if self._arch == "sm90" else ""),
-        }
+        weights = f"int4 {group}{', zero points' if self.has_zeros else ''}{source}"
+        kernel = f"int4_linear_{self._arch}, cuBLAS"
+        if self.config.bf16_copy:
+            dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+            return {
+                "weights": f"{weights} with {dtype} copy",
+                "kernel": f"{kernel} with the copy where faster",
+            }
+        small = ", and for 193 to 512 where faster" if self._arch == "sm90" else ""
+        return {"weights": weights, "kernel": f"{kernel} beyond {self._many_tokens} tokens{small}"}
 
     def keeping(self, source: Format) -> str:
         return "kept" if source.is_taken(self.native_formats) else "quantised again"
@@ -141,12 +145,14 @@ class Int4Linear(GpuLinear):
     def footprint(self) -> dict[str, int]:
         words, scales, counters = self._sizes()
         bias = 4 * self.out_features if self.has_bias else 0
+        copied = self.out_features * (self.in_features + self.has_bias) if self.config.bf16_copy else 0
         return {
             self.config.device: 4 * words
             + (4 if self.has_zeros else 2) * scales
             + 4 * _TURNS * counters
             + (8 * self.in_features if self._names_groups else 0)
             + bias
+            + 2 * copied
         }
 
     def _allocate(self) -> None:
@@ -159,6 +165,10 @@ class Int4Linear(GpuLinear):
         self._counters = torch.zeros(_TURNS, counters, dtype=torch.int32, device=device)
         if self._names_groups:
             self._room = torch.empty(self.in_features, dtype=torch.int64, device=device)
+        if self.config.bf16_copy:
+            self._copy = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=device)
+            if self.has_bias:
+                self._copy_bias = torch.empty(self.out_features, dtype=self.dtype, device=device)
 
     def _pack(self, weight: Tensor) -> None:
         if self._order is not None:  # written to, see `PackedLinear.write`
@@ -221,9 +231,15 @@ class Int4Linear(GpuLinear):
 
     def finish(self) -> None:
         super().finish()
+        if self.config.device.startswith("cuda"):
+            self._make_native()  # on the CPU it can be filled and unpacked; its forward raises OperatorError
+        if self._copy is not None:
+            self._copy.copy_(self.dequantise(self.dtype))
+        if self._copy_bias is not None and self._bias is not None:
+            self._copy_bias.copy_(self._bias)
+
+    def _make_native(self) -> None:
         device = torch.device(self.config.device)
-        if device.type != "cuda":
-            return  # an operator on the CPU can be filled and unpacked; its forward raises OperatorError
         here = self._words.device
         self._native = _native.Int4Linear(
             words=address("words", self._words, here, torch.int32),
@@ -288,6 +304,14 @@ class Int4Linear(GpuLinear):
         k, n = self.in_features, self.out_features
         return m > self._many_tokens or (not ours and is_small(k, n, m) and not self._is_measured(m))
 
+    def _is_copied(self, m: int, dtype: torch.dtype) -> bool:
+        """Whether cuBLAS multiplies m tokens of a dtype by the copy."""
+        return (
+            self._copy is not None
+            and dtype == self._copy.dtype
+            and bf16_is_faster(self.in_features, self.out_features, m, self._multiprocessors)
+        )
+
     def _is_measured(self, m: int) -> bool:
         """Whether m tokens have blocks on Hopper that were measured to be faster than all else."""
         return _native.int4_is_measured(self.out_features, self.in_features, m, self._multiprocessors)
@@ -298,6 +322,9 @@ class Int4Linear(GpuLinear):
                 f"int4_linear: it computes on CUDA devices; this one is on {self.config.device}."
             )
         m = x.shape[0]
+        if self._is_copied(m, x.dtype):
+            assert self._copy is not None
+            return functional.linear(x, self._copy, self._copy_bias)
         if self._order is not None:
             x = x[:, self._order]
         if self._is_unpacked(m):

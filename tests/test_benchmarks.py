@@ -386,3 +386,23 @@ def test_growth_of_the_processes_of_a_soak(monkeypatch: pytest.MonkeyPatch) -> N
     assert sglang_engine._name("python", "python -m torch._inductor.compile_worker --workers=16") == compiler
     assert sglang_engine._name("python", "sglang::scheduler  ") == "sglang::scheduler"
     assert said[-1] == "12 MiB more of its own in the process that grew most"
+
+
+def test_cells_behind_cublas_are_counted_with_and_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("bench_linear", "rows"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import bench_linear
+
+    def row(label: str, tokens: int, us: float, peer_us: float) -> dict[str, object]:
+        ratio = round(peer_us / us, 3)
+        cell = {"shape": "512x2048", "tokens": tokens, "weights": label}
+        return cell | {"us": us, "peer_us": peer_us, "ratio": ratio}
+
+    times = [(64, 5.0, 5.0, 7.0), (128, 10.2, 10.2, 10.0), (256, 12.0, 10.3, 10.0)]
+    rows = [row("int4-g128", m, alone, peer) for m, alone, _, peer in times]
+    rows += [row("int4-g128+bf16", m, both, peer) for m, _, both, peer in times]
+    assert bench_linear.behind(rows) == [
+        "# int4 alone: behind cuBLAS by more than 2 % in 1 of 3 cells, least 0.83",
+        "# with bf16_copy: behind cuBLAS by more than 2 % in 1 of 3 cells, least 0.97; 512x2048 at 256: 0.971",
+    ]

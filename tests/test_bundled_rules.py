@@ -182,6 +182,39 @@ def test_planned_for_a_gpu(family: str, dense: str, operator: str | None) -> Non
 
 
 @pytest.mark.usefixtures("without_a_driver")
+def test_a_bf16_copy_beside_int4_is_in_the_plan() -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    with torch.device("meta"):
+        model = type(tiny("qwen2_moe"))(tiny("qwen2_moe", num_attention_heads=4, **sizes).config).bfloat16()
+    modules = dict(model.named_modules())
+    plans = [
+        make(
+            model, language.read("auto", variables={"dense": "int4", "bf16_copy": copy}), None, with_gpu()
+        ).to_dict()
+        for copy in (False, True)
+    ]
+    more = 0
+    for alone, both in zip(*(plan["modules"] for plan in plans)):
+        if alone["operator"] != "int4_linear":
+            assert alone == both
+            continue
+        module = modules[both["path"]]
+        assert isinstance(module, nn.Linear)
+        copied = 2 * (module.weight.numel() + (0 if module.bias is None else module.out_features))
+        assert both["bytes"] == {"cuda:0": alone["bytes"]["cuda:0"] + copied}
+        assert both["runs"]["weights"] == f"{alone['runs']['weights']} with bf16 copy"
+        more += copied
+    assert more > 0 and plans[1]["bytes"]["cuda:0"] == plans[0]["bytes"]["cuda:0"] + more
+    on_cpu = make(
+        model,
+        language.read("auto", variables={"dense": "int4", "bf16_copy": True}),
+        None,
+        replace(with_gpu(), gpus=()),
+    )
+    assert {one.operator for one in on_cpu.replacements if one.rule == "attention"} == {"cpu_linear"}
+
+
+@pytest.mark.usefixtures("without_a_driver")
 def test_int8_is_refused_on_a_gpu() -> None:
     with torch.device("meta"):
         model = type(tiny("mixtral"))(tiny("mixtral").config).bfloat16()

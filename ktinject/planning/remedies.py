@@ -1,7 +1,8 @@
 """The smallest changes that make a plan fit that does not: each one is tried before it is named.
 
-In the order of what they cost the user: a shorter request, fewer experts on the GPU, prompts that stay on the CPU, a
-smaller format of the experts, then of other weights; all of them together if none is enough; and more memory.
+In the order of what they cost the user: a shorter request, fewer experts on the GPU, prompts that stay on the CPU, no
+second copy of weights, a smaller format of the experts, then of other weights; all of them together if none is enough;
+and more memory.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def find(
     found = []
     if context > 1 and fits(plain, 1):
         found.append(_remedy({}, _longest(lambda tokens: fits(plain, tokens), context)))
-    for step in (_fewer_on_gpu, _prompts_on_cpu, _smaller):
+    for step in (_fewer_on_gpu, _prompts_on_cpu, _without_copies, _smaller):
         if change := step(plain, fits):
             found.append(_remedy(change.settings))
     if not found and (change := _together(plain, lambda other: fits(other, 1))):
@@ -142,6 +143,17 @@ def _auto_prefill(module: MatchedModule) -> Any:
     return dataclasses.replace(module.config, prefill="auto") if streams else module.config
 
 
+def _without_copies(change: _Change, fits: _Fits) -> _Change | None:
+    """Linear layers have their int4 weights alone."""
+    other = _changed(change, _int4_alone)
+    return other if other is not None and fits(other) else None
+
+
+def _int4_alone(module: MatchedModule) -> Any:
+    has_copy = getattr(module.config, "bf16_copy", False)
+    return dataclasses.replace(module.config, bf16_copy=False) if has_copy else module.config
+
+
 def _smaller(change: _Change, fits: _Fits) -> _Change | None:
     """The most accurate smaller format: of the routed experts, or else of other weights."""
     for choices_of in (formats.smaller_experts, formats.smaller_others):
@@ -175,8 +187,9 @@ def _steps(
 
 def _together(change: _Change, fits: _Fits) -> _Change | None:
     """Everything at once, with the formats as accurate as they then can be."""
-    for other in (_at_most(change, 0), _changed(change, _auto_prefill)):
-        change = other or change
+    change = _at_most(change, 0) or change
+    for config_of in (_auto_prefill, _int4_alone):
+        change = _changed(change, config_of) or change
     for choices_of in (formats.smaller_experts, formats.smaller_others):
         steps = [change, *_steps(change, choices_of)]
         if found := _first(steps, fits):

@@ -3,47 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reference
 import torch
+from int4_cases import LAYERS, RACECHECK, check_product, codes, filled, in_activation_order, linear
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ktinject
 from ktinject import _native, machine
-from ktinject.checkpoints.formats.base import Codes, Format
+from ktinject.checkpoints.formats.base import Format
 from ktinject.errors import OperatorError, PlanError
 from ktinject.machine import Gpu
-from ktinject.operators.int4_linear import MANY_TOKENS, Int4Linear, Int4LinearConfig, is_small
+from ktinject.operators.int4_linear import Int4Linear, Int4LinearConfig
 from ktinject.operators.linears import int4_layout
+from ktinject.operators.linears.int4_choice import MANY_TOKENS, is_small
 
 GROUPS = [32, 64, 128, -1]
-# benchmarks/on_gpu_box.sh sets it: racecheck needs another way to release slots, and breaks off in cuBLAS's kernels.
-RACECHECK = "RACECHECK" in os.environ
 UNPACKED = [] if RACECHECK else [MANY_TOKENS + 1]  # tokens that cuBLAS multiplies
-
-
-def linear(
-    k: int, n: int, bias: bool = False, dtype: torch.dtype = torch.bfloat16, seed: int = 0
-) -> nn.Linear:
-    torch.manual_seed(seed)
-    return nn.Linear(k, n, bias=bias, dtype=dtype)
-
-
-def filled(module: nn.Linear, device: str = "cpu", sm80_only: bool = False, **arguments: Any) -> Int4Linear:
-    operator = Int4Linear.build(module, Int4LinearConfig(device=device, **arguments))
-    operator.sm80_only = sm80_only
-    operator.every_lane = RACECHECK
-    operator.allocate()
-    for name in operator.parameter_shapes():
-        operator.load(name, getattr(module, name), None, None)
-    operator.finish()
-    return operator
 
 
 def place(n: int, depths: int, output: int, column: int) -> tuple[int, int]:
@@ -131,13 +111,6 @@ def test_it_is_a_linear_layer_without_parameters_and_buffers() -> None:
     assert filled(linear(64, 8), group_size=64).bias is None
 
 
-def codes(n: int, k: int, groups: int, zeros: bool = True) -> Codes:
-    torch.manual_seed(n)
-    points = torch.randint(0, 16, (n, groups), dtype=torch.uint8)
-    scales = torch.rand(n, groups).half()
-    return Codes(torch.randint(0, 16, (n, k), dtype=torch.uint8), scales, points if zeros else None)
-
-
 @pytest.mark.parametrize("zeros", [True, False])
 @pytest.mark.parametrize("name, groups", [("gptq", 3), ("awq", 2), ("packed", 12), ("gptq", 1)])
 def test_codes_of_a_checkpoint_are_taken_exactly(name: str, groups: int, zeros: bool) -> None:
@@ -152,24 +125,6 @@ def test_codes_of_a_checkpoint_are_taken_exactly(name: str, groups: int, zeros: 
     assert f"as stored ({name})" in operator.describe()["weights"]
     held = [operator._words, operator._scales, operator._counters]
     assert operator.footprint() == {"cpu": sum(t.nbytes for t in held)}
-
-
-def in_activation_order(
-    n: int, k: int, group: int, device: str = "cpu", group_of: Tensor | None = None
-) -> tuple[Int4Linear, Codes]:
-    """An operator with codes whose groups are inputs anywhere, and these codes."""
-    stored = codes(n, k, k // group)
-    if group_of is None:
-        group_of = torch.randperm(k, generator=torch.Generator().manual_seed(k)) // group
-    stored = dataclasses.replace(stored, group_of=group_of)
-    source = Format("gptq", ("a.qweight", "a.qzeros", "a.scales", "a.g_idx"), None, (n, k), group, True)
-    operator = Int4Linear.build(
-        linear(k, n), Int4Linear.use_checkpoint_format(Int4LinearConfig(device), source)
-    )
-    operator.allocate()
-    operator.load_stored("weight", stored, None, None)
-    operator.finish()
-    return operator, stored
 
 
 def test_groups_in_activation_order_are_sorted_and_given_back() -> None:
@@ -203,17 +158,6 @@ def test_small_layers_are_unpacked_where_that_was_faster(cell: tuple[int, int, i
     if m in ranges:
         assert {is_small(k, n, tokens) for tokens in ranges[m]} == {unpacked < ours}, "the same blocks"
     assert not any(is_small(k, n, tokens) for tokens in (1, 128, 192, 257, 384, 513, MANY_TOKENS))
-
-
-# Inputs and outputs of layers of the models that `ktinject bench` knows.
-LAYERS = [
-    (2048, 512), (512, 2048), (2560, 512), (2880, 512), (3584, 512), (4096, 512), (3072, 1024), (7168, 576),
-    (4096, 1024), (2048, 2048), (5120, 1024), (4096, 1408), (1408, 4096), (1536, 4096), (2560, 2560),
-    (2560, 3072), (3072, 2560),
-    (2048, 4096), (4096, 2048), (512, 16384), (7168, 1536), (4096, 2816), (2816, 4096), (2880, 4096), (4096, 2880),
-    (4096, 3072), (3072, 4096), (2048, 6144), (3584, 3584), (7168, 2048), (2048, 7168), (2048, 8192), (512, 32768),
-    (4096, 4096), (1536, 12288), (3072, 6144), (6144, 3072), (2048, 12288), (5120, 5120), (2560, 12288), (12288, 2560),
-]  # fmt: skip
 
 
 # Tokens and outputs of blocks whose sums are whole → sets of warpgroups that take turns (int4_blocks.hpp).
@@ -436,29 +380,6 @@ def cuda() -> str:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return "cuda:0"
-
-
-def check_product(operator: Int4Linear, dtype: torch.dtype, m: int) -> None:
-    """A product of m random tokens against fp64, and twice the same bits."""
-    device, k, n = operator.config.device, operator.in_features, operator.out_features
-    weight, bias = exact(operator)
-    x = torch.randn(m, k, device=device).to(dtype)
-    torch.empty(m, n, dtype=dtype, device=device).fill_(float("nan"))  # likely the memory that y gets
-    y = operator(x)
-    assert y.dtype == dtype and y.shape == (m, n)
-    error = reference.relative_error(y, x.double() @ weight.T + bias)
-    few = 2 if y.numel() < 2000 else 1  # the rounding of few outputs may be above the average
-    few = 1.5 if operator._is_unpacked(m) else few  # cuBLAS may add up parts in 16 bits
-    assert error < few * reference.INT4_LINEAR_TOLERANCE[dtype], (k, n, m, operator.blocks, error)
-    assert operator(x).equal(y), "the same bits every time"
-
-
-@functools.lru_cache(maxsize=1)
-def exact(operator: Int4Linear) -> tuple[Tensor, Tensor | int]:
-    """Weight [n, k] and bias in fp64 on the operator's device."""
-    device = operator.config.device
-    bias = operator.unpack("bias").to(device).double() if operator.has_bias else 0
-    return operator.unpack("weight").to(device).double(), bias
 
 
 @pytest.mark.gpu

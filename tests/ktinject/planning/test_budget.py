@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from typing import Any
 
@@ -396,6 +397,36 @@ def test_each_remedy_makes_it_fit(model: PreTrainedModel, kind: str) -> None:
     assert str(caught.value).startswith("the plan does not fit:\n  ")
     assert all(f"\n  {remedy.text}" in str(caught.value) for remedy in plan.remedies)
     assert plan.to_dict()["remedies"][0]["text"] == plan.remedies[0].text
+
+
+def test_no_second_copy_of_weights_is_a_remedy() -> None:
+    tiny = models.tiny("qwen3_moe", hidden_size=256, moe_intermediate_size=128)
+    model = meta_model(tiny.config, torch.bfloat16)
+    int4 = {**DENSE, "replace": {"operator": "int4_linear", "group_size": 64, "bf16_copy": True}}
+    off, no_experts = {"attention.bf16_copy": False}, {"experts.gpu_experts": 0}
+
+    def plan(size: int, gpu_experts: int = 0, **variables: Any) -> Plan:
+        source = [*rule("hybrid_experts", gpu_experts=gpu_experts, gpu_weights="bf16"), int4]
+        return planned(
+            model,
+            rules.read(source, variables=variables),
+            machine=machine(gpus=1),
+            devices=["cuda:0"],
+            budget={"cpu": 2**30, "cuda:0": size},
+        )
+
+    def fitting(**variables: Any) -> int:
+        return bisect.bisect_left(range(2**24), True, key=lambda size: not plan(size, **variables).problems)
+
+    both, alone = fitting(), fitting(**off)
+    linears = [model.get_submodule(one.path) for one in plan(both).replacements if one.rule == "attention"]
+    assert both - alone == sum(2 * one.weight.numel() for one in linears) > 0
+    for size in (alone, both - 1):
+        found = plan(size).remedies[0]
+        assert found.arguments == {"variables": off} and found.text == "--set attention.bf16_copy=False"
+    # With experts on the GPU, these leave it first; where that is not enough, both go.
+    assert plan(both, gpu_experts=1).remedies[0].arguments == {"variables": no_experts}
+    assert plan(alone, gpu_experts=1).remedies[0].arguments == {"variables": off | no_experts}
 
 
 def test_a_machine_may_be_too_small(model: PreTrainedModel) -> None:

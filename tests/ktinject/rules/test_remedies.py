@@ -31,6 +31,7 @@ REMEDIES: dict[str, tuple[Any, str, tuple[str, Any]]] = {
     "gpu_weights: same": ("auto", "routed experts.gpu_weights=same", ("gpu_weights", "same")),
     "dynamic: false": ("auto", "routed experts.dynamic=false", ("dynamic", False)),
     "ram_copy: true": ("auto", "routed experts.ram_copy=true", ("ram_copy", True)),
+    "bf16_copy: false": ("auto", "attention.bf16_copy=false", ("bf16_copy", False)),
     "symmetric: false": (INT4, "linears.symmetric=false", ("symmetric", False)),
 }
 

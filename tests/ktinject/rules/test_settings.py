@@ -43,6 +43,8 @@ def test_every_argument_of_every_bundled_rule_can_be_set(name: str) -> None:
         if "gpu_weights" in wanted:
             # which dynamic needs
             wanted |= {"weights": "int4", "gpu_weights": "int4", "symmetric": True, "ram_copy": True}
+        if "bf16_copy" in wanted:
+            wanted["weights"] = "int4"  # which it needs
         # All are others than the default, but for these, and for arguments that have one value only.
         same = {
             field.name for field in dataclasses.fields(config_class) if wanted[field.name] == field.default
