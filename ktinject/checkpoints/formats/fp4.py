@@ -32,7 +32,7 @@ from ktinject.checkpoints.formats.base import (
     unread,
 )
 from ktinject.checkpoints.formats.mxfp4 import EXACT_IN, MOST_SCALE, unpacked
-from ktinject.checkpoints.formats.schemes import check_transforms
+from ktinject.checkpoints.formats.schemes import check_transforms, says
 from ktinject.checkpoints.reader import Reader
 
 NV_GROUP, MX_GROUP = 16, 32
@@ -59,7 +59,8 @@ class Fp4(SourceFormat):
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
         held = super().held(reader, key)
         if not held or not reader.complete:
-            return held if len(held) == 3 else ()
+            is_mx = len(held) == 2 and held[0].endswith("_packed") and says(reader, key, "float", 4)
+            return held if len(held) == 3 or is_mx else ()
         codes, scales = reader.tensors[held[0]], reader.tensors[held[1]]
         # Integers of eight bits have scales of floats; packed integers are I32.
         return held if codes.dtype in _CODES and scales.dtype in (*_EXPONENTS, "F8_E4M3") else ()

@@ -69,10 +69,7 @@ class Fp8(SourceFormat):
         scale = held[1]
         check_transforms(reader, key)
         if not reader.complete:
-            block = _block_size(reader, key) if _has_blocks(reader, scale) else None
-            if block == (1, _MX):  # of published checkpoints, those with exponents alone have such blocks
-                return _mxfp8(scale)
-            return Format("fp8_blocks" if block else "fp8", (scale,), block, encoding="fp8" if block else "")
+            return _announced(reader, key, scale)
         name, block = _scheme(reader, key, scale)
         if name == "mxfp8":
             return _mxfp8(scale)
@@ -89,6 +86,25 @@ class Fp8(SourceFormat):
 
     def stored(self, reader: Reader, key: str, form: Format) -> Fp8Blocks:
         return _read(reader, key, form, None)
+
+
+def _announced(reader: Reader, key: str, scale: str) -> Format:
+    """By what config.json says, where an index alone is there."""
+    if _has_blocks(reader, scale):
+        block = _block_size(reader, key)
+        # Of published checkpoints, those with exponents alone have blocks of 32 inputs.
+        return _mxfp8(scale) if block == (1, _MX) else Format("fp8_blocks", (scale,), block, encoding="fp8")
+    scheme = scheme_of(reader, key) or {}
+    strategy, structure = scheme.get("strategy"), scheme.get("block_structure")
+    if strategy in ("group", None) and scheme.get("group_size") == _MX:
+        return _mxfp8(scale)
+    if strategy == "block" and structure is not None and _is_size(structure):
+        return Format("fp8_blocks", (scale,), (structure[0], structure[1]), encoding="fp8")
+    if strategy == "channel":
+        return Format("fp8_channel", (scale,), encoding="fp8_channel")
+    if strategy == "tensor":
+        return Format("fp8_tensor", (scale,), BLOCK, encoding="fp8")
+    return Format("fp8", (scale,))
 
 
 def _mxfp8(scale: str) -> Format:

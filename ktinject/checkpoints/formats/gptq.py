@@ -18,6 +18,7 @@ from ktinject.checkpoints.formats.base import (
 )
 from ktinject.checkpoints.formats.int_groups import (
     IntegerFormat,
+    announced,
     check_part,
     group_size_of,
     group_table,
@@ -75,19 +76,11 @@ class Gptq(IntegerFormat):
             raise refused(reader, key, f"{text}. Correct config.json.")
         _version(reader, key)
         said, zeros = quantization.get("bits", 4), not quantization.get("sym", True)
-        if not reader.complete:
-            size = quantization.get("group_size")
-            return Format(
-                "gptq",
-                held,
-                group_size=size if type(size) is int else -1,
-                has_zeros=zeros,
-                encoding="int4" if said == 4 else "",
-                is_ordered=held[-1].endswith(".g_idx") and quantization.get("desc_act", True) is not False,
-            )
-        shape, bits, size = _from_tensors(reader, held, said)
         # Without desc_act the table of groups is there, and says that they are in order.
         ordered = held[-1].endswith(".g_idx") and quantization.get("desc_act", True) is not False
+        if not reader.complete:
+            return announced("gptq", held, said, quantization.get("group_size"), zeros, ordered)
+        shape, bits, size = _from_tensors(reader, held, said)
         scales = reader.tensors[held[2]].dtype
         return integer_format("gptq", held, shape, bits, size, zeros, scales, ordered)
 

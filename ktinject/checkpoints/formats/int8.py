@@ -15,12 +15,13 @@ from torch import Tensor
 from ktinject.checkpoints.formats.base import Codes, Format, OwnTensors, check_finite
 from ktinject.checkpoints.formats.int_groups import (
     IntegerFormat,
+    announced,
     check_part,
     group_size_of,
     group_table,
     integer_format,
 )
-from ktinject.checkpoints.formats.schemes import check_transforms, scheme_of
+from ktinject.checkpoints.formats.schemes import check_transforms, says, scheme_of
 from ktinject.checkpoints.reader import Reader
 
 _FLOATS = ("F16", "BF16", "F32")
@@ -33,12 +34,16 @@ class Int8(IntegerFormat):
 
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
         held = super().held(reader, key)
-        if not held or not reader.complete:
+        if not held:
             return ()
-        return held if reader.tensors[key].dtype == "I8" else ()
+        is_int = reader.tensors[key].dtype == "I8" if reader.complete else says(reader, key, "int", 8)
+        return held if is_int else ()
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
         check_transforms(reader, key)
+        if not reader.complete:
+            said = (scheme_of(reader, key) or {}).get("group_size")
+            return announced("int8", held, 8, said, len(held) > 2)
         check_part(reader, held[0], ("I8",), None)
         (n, k), scales = reader.tensors[held[0]].shape, reader.tensors[held[1]]
         size = k

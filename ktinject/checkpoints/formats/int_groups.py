@@ -79,13 +79,9 @@ def integer_format(
     ordered: bool = False,
 ) -> Format:
     """ordered   a tensor says the group of each input, which need not be in order"""
-    encoding, whole = "", shape[1] % group_size == 0
-    if bits == 4 and whole:
-        encoding = "int4"  # groups of which the last is smaller are decoded
-    elif bits == 8 and group_size == shape[1] and not has_zeros and not ordered:
-        encoding = "int8"
-    elif bits == 8 and whole and group_size % _Q8_0_INPUTS == 0 and not has_zeros and not ordered:
-        encoding = "q8_0"
+    encoding = ""  # groups of which the last is smaller are decoded
+    if shape[1] % group_size == 0:
+        encoding = _encoding(bits, group_size, group_size == shape[1], has_zeros or ordered)
     return Format(
         name,
         held,
@@ -96,3 +92,24 @@ def integer_format(
         is_ordered=ordered,
         scales=scales,
     )
+
+
+def announced(
+    name: str, held: tuple[str, ...], bits: object, group_size: object, has_zeros: bool, ordered: bool = False
+) -> Format:
+    """What `integer_format` will most likely be: without a tensor's shape, by what config.json says.
+
+    group_size  a whole number; anything else: one scale an output
+    """
+    size = group_size if type(group_size) is int and group_size > 0 else -1
+    encoding = _encoding(bits, size, size == -1, has_zeros or ordered)
+    return Format(name, held, group_size=size, has_zeros=has_zeros, encoding=encoding, is_ordered=ordered)
+
+
+def _encoding(bits: object, group_size: int, is_row: bool, varied: bool) -> str:
+    """varied   there are zero points, or groups need not be in order"""
+    if bits == 4:
+        return "int4"
+    if bits != 8 or varied:
+        return ""
+    return "int8" if is_row else "q8_0" if group_size % _Q8_0_INPUTS == 0 else ""

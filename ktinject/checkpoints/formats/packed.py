@@ -15,6 +15,7 @@ from ktinject.checkpoints.formats.base import (
 from ktinject.checkpoints.formats.gptq import BITS
 from ktinject.checkpoints.formats.int_groups import (
     IntegerFormat,
+    announced,
     check_part,
     group_size_of,
     group_table,
@@ -45,11 +46,9 @@ class Packed(IntegerFormat):
             )
         parts = _parts(key, held)
         zeros = ".weight_zero_point" in parts
+        ordered = ".weight_g_idx" in parts
         if not reader.complete:
-            size = size if type(size) is int else -1
-            return Format(
-                "packed", held, group_size=size, has_zeros=zeros, encoding="int4" if bits == 4 else ""
-            )
+            return announced("packed", held, bits, size, zeros, ordered)
         check_part(reader, held[0], ("I32",), None)
         check_part(reader, held[1], ("F16", "BF16", "F32"), None)
         (n, columns), groups = reader.tensors[held[0]].shape, reader.tensors[held[1]].shape[1]
@@ -67,7 +66,7 @@ class Packed(IntegerFormat):
         ):
             if part in parts:
                 check_part(reader, parts[part], dtypes, shape)
-        scales, ordered = reader.tensors[held[1]].dtype, ".weight_g_idx" in parts
+        scales = reader.tensors[held[1]].dtype
         return integer_format("packed", held, (n, k), bits, group, zeros, scales, ordered)
 
     def stored(self, reader: Reader, key: str, form: Format) -> Codes:

@@ -48,6 +48,15 @@ def scheme_of(reader: Reader, key: str) -> Mapping[str, Any] | None:
     return found[0]["weights"]
 
 
+def says(reader: Reader, key: str, kind: str, bits: int) -> bool:
+    """Whether config.json has groups, and a weight's group has numbers of this kind ("int", "float") and size.
+
+    For what is known by an index alone; the tensors themselves say it where they are there. Raises CheckpointError
+    """
+    scheme = scheme_of(reader, key) or {}
+    return scheme.get("type", "int") == kind and scheme.get("num_bits") == bits
+
+
 def _targets(group: Mapping[str, Any]) -> list[str]:
     targets = group.get("targets")
     return [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []

@@ -69,6 +69,17 @@ def test_values_are_those_of_the_library(name: str, tmp_path: Path) -> None:
     assert decoded.to(values.dtype).equal(values)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_an_index_alone_says_the_same(name: str, tmp_path: Path) -> None:
+    """With config.json: what a plan of a model that is not downloaded goes by."""
+    tensors, _, config = golden(name)
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with Checkpoint.open(tmp_path, config) as checkpoint:
+        form = checkpoint.format_of("x.weight")
+        assert (form.name, form.encoding) == SAYS[name][:2]
+
+
 @pytest.mark.parametrize(
     ("packing", "version"),
     [("auto_round:auto_gptq", 1), ("auto_round", 2), ("auto_round:gptqmodel", 2), (None, 1)],
