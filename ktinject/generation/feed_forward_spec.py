@@ -1,7 +1,7 @@
 """What the feed-forward part of a decoder layer computes: dense layers, or a Mixture-of-Experts block.
 
 As in layer_spec.py, children are found by the names that transformers gives them, and what they compute by running them
-on twins (layer_probes.py).
+on twins (layer_probes.py, router_probes.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ktinject.generation import layer_probes
+from ktinject.generation import layer_probes, router_probes
 from ktinject.generation.cpu import openmp
 from ktinject.operators import Operator
 from ktinject.operators.cpu_router import CpuRouter
@@ -20,6 +20,8 @@ from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import Memory, key_of
 from ktinject.support import Support
 
+# What leads to a block's experts and back, as Nemotron-H calls it; identities where they are as wide as the model.
+_NARROW = ("fc1_latent_proj", "fc2_latent_proj")
 # A router as large as DeepSeek-V3's takes a while to try.
 _routings: Memory[dict[str, Any] | Support] = Memory(most=64)
 
@@ -66,13 +68,18 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """down_proj(silu(gate_proj(x)) · up_proj(x)).
+    """down_proj(silu(gate_proj(x)) · up_proj(x)); or, without a gate, down_proj(relu(up_proj(x))²).
 
-    names  of gate, up and down; or of one layer that gives both gate and up, one behind the other, and of down
+    names  of gate, up and down; of one layer that gives both gate and up, one behind the other, and of down; or of up
+           and down
     """
 
     path: str
     names: tuple[str, ...] = layer_probes.GATED_UNITS[0]
+
+    @property
+    def has_gate(self) -> bool:
+        return self.names != layer_probes.PLAIN_UNIT
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ class MoeSpec:
     experts      path of the routed experts
     shared       None: there are none
     shared_gate  path of a linear layer to one value, whose sigmoid the shared output is multiplied with, or None
+    narrow       paths of the linear layers to experts that are narrower than the model, and back; or none
     """
 
     path: str
@@ -89,6 +97,7 @@ class MoeSpec:
     experts: str
     shared: DenseSpec | None
     shared_gate: str | None
+    narrow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,13 +129,19 @@ def with_shared(spec: FeedForwardSpec, shared: DenseSpec | Support, path: str) -
         )
     router = replace(spec.router, path=f"{spec.path}.{spec.router.path}")
     experts = f"{spec.path}.{spec.experts}"
-    return MoeSpec("", router, experts, replace(shared, path=path), None)
+    narrow = tuple(f"{spec.path}.{name}" for name in spec.narrow)
+    return MoeSpec("", router, experts, replace(shared, path=path), None, narrow)
 
 
 def of_dense(module: nn.Module) -> DenseSpec | Support:
     children = {name for name, _ in module.named_children()}
     units = layer_probes.GATED_UNITS
-    names = next((names for names in units if {*names} <= children), units[0])
+    names = next((names for names in units if {*names} <= children), None)
+    plain = layer_probes.PLAIN_UNIT
+    if names is None and {*plain} <= children:
+        support = layer_probes.is_plain_squared_relu(module, plain)
+        return DenseSpec("", plain) if support else support
+    names = names or units[0]
     support = layer_probes.is_gated_silu(module, names)
     return DenseSpec("", names) if support else support
 
@@ -138,14 +153,22 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
     gate = "router" if "gate" not in names else "gate"
     shared = sorted(names & {"shared_experts", "shared_expert", "shared_mlp"})
     gated = names & {"shared_expert_gate"}
-    if names - {*shared} - gated != {gate, "experts"} or len(shared) > 1 or len(gated) > len(shared):
+    narrow = tuple(
+        name for name in _NARROW if not isinstance(getattr(block, name, None), (nn.Identity, type(None)))
+    )
+    if (
+        names - {*shared} - gated - {*_NARROW} != {gate, "experts"}
+        or len(narrow) == 1
+        or len(shared) > 1
+        or len(gated) > len(shared)
+    ):
         return Support.no(f"its {type(block).__name__} holds {', '.join(sorted(names))}")
     if isinstance(block, Operator):
         return Support.no(f"{block.name} routes by itself")
     dense = of_dense(block.get_submodule(shared[0])) if shared else None
     if isinstance(dense, Support):
         return dense
-    found = _routing(block, gate, _plain_router(block.get_submodule(gate)), (*shared, *gated))
+    found = _routing(block, gate, _plain_router(block.get_submodule(gate)), (*shared, *gated), narrow)
     if isinstance(found, Support):
         return found
     return MoeSpec(
@@ -154,16 +177,17 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
         experts="experts",
         shared=None if dense is None else replace(dense, path=shared[0]),
         shared_gate="shared_expert_gate" if gated else None,
+        narrow=narrow,
     )
 
 
 def _routing(
-    block: nn.Module, name: str, router: nn.Module, shared: tuple[str, ...]
+    block: nn.Module, name: str, router: nn.Module, shared: tuple[str, ...], narrow: tuple[str, ...]
 ) -> dict[str, Any] | Support:
     alone = twin.of(block)
     vars(alone)["_modules"] = {}
-    key = (key_of(alone), name, key_of(router), shared)
-    return _routings.once(key, lambda: layer_probes.routing(block, name, router, *shared))
+    key = (key_of(alone), name, key_of(router), shared, narrow)
+    return _routings.once(key, lambda: router_probes.routing(block, name, router, *shared, narrow=narrow))
 
 
 def _plain_router(gate: nn.Module) -> nn.Module:

@@ -7,10 +7,9 @@ module of the real sizes is never run.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,32 +18,33 @@ from torch.nn import functional
 from ktinject.hf import compat
 from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import refusal_of
-from ktinject.operators.probes.dense_mlp import is_linear
 from ktinject.support import SUPPORTED, Support
 
-_ROWS = 3
+ROWS = 3
 # What gate, up and down of a gated unit may be called; or one layer for gate and up, and down.
 GATED_UNITS: tuple[tuple[str, ...], ...] = (
     ("gate_proj", "up_proj", "down_proj"),
     ("w1", "w3", "w2"),
     ("input_linear", "output_linear"),
 )
-# Buffers or parameters of a router, or buffers of its block, that are added to the scores for the choice.
-_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+# And up and down of one without a gate.
+PLAIN_UNIT = ("up_proj", "down_proj")
 
 
-class _Stub(nn.Module):
+class Stub(nn.Module):
     """A child that computes a function of its first argument."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
+        # For those who ask a norm for its dtype: nothing that is given is rounded.
+        self.weight = torch.empty(0, dtype=torch.float64)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(args[0] if args else kwargs["hidden_states"], *args[1:])
 
 
-def _run(module: nn.Module, changed: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+def run_twin(module: nn.Module, changed: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """The class's own forward on a twin, on the CPU.
 
     changed   children, or tensors that stand for parameters and buffers, by name
@@ -59,30 +59,60 @@ def _run(module: nn.Module, changed: Mapping[str, Any], *args: Any, **kwargs: An
 @functools.lru_cache(
     8
 )  # a model's layers are of few shapes, and a router's weight takes longer to draw than to try
-def _random(*shape: int, seed: int = 0) -> Tensor:
+def random(*shape: int, seed: int = 0) -> Tensor:
     """Normally distributed; not to be written to."""
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
-def residual_factor(layer: nn.Module, names: Sequence[str]) -> float | Support:
-    """What a layer multiplies its parts with: it adds attention of the normed input to that, and then the feed-forward
-    part of the sum, normed again.
+class LayerNames(NamedTuple):
+    """What the children of a decoder layer are called; empty: there is none."""
 
-    names  of norm, attention, norm and feed-forward part, and of what is added to that. Linear attention, convolutions
-           and state spaces give one tensor, other attention its weights along
+    attention: str = ""
+    feed_forward: str = ""
+    before_attention: str = ""
+    before_feed_forward: str = ""
+    behind_attention: str = ""
+    behind_feed_forward: str = ""
+    shared: str = ""  # what is added to the feed-forward part, of the same input
+
+    @property
+    def parts(self) -> list[tuple[str, ...]]:
+        """Of attention and the feed-forward part, which there are: norm, part, norm, and what is added to the part."""
+        parts = (
+            (self.before_attention, self.attention, self.behind_attention, ""),
+            (self.before_feed_forward, self.feed_forward, self.behind_feed_forward, self.shared),
+        )
+        return [part for part in parts if part[1]]
+
+
+# What stands for the children of a layer, in the order of their names.
+_FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: torch.cos(2 * x),
+    torch.square,
+    lambda x: torch.sin(x + 0.3),
+    lambda x: torch.tanh(x - 0.5),
+    lambda x: torch.cos(x - 0.7),
+    lambda x: torch.sin(3 * x + 0.2),
+    torch.exp,
+)
+
+
+def residual_factor(layer: nn.Module, names: LayerNames, gives_more: bool) -> float | Support:
+    """What a layer multiplies its parts with. It adds attention of its input to that, and then the feed-forward part of
+    the sum; norms are before and behind each part, where there are names for them.
+
+    gives_more  its attention gives its weights along
     """
-    x = _random(1, 2, 8).double()
-    children = {
-        names[0]: _Stub(lambda x: torch.sin(x + 0.3)),
-        names[1]: _Stub(lambda x: (torch.cos(2 * x), None) if names[1] == "self_attn" else torch.cos(2 * x)),
-        names[2]: _Stub(lambda x: torch.tanh(x - 0.5)),
-        names[3]: _Stub(lambda x: x * x),
-        **{name: _Stub(torch.exp) for name in names[4:]},
-    }
+    x = random(1, 2, 8).double()
+    functions = {name: function for name, function in zip(names, _FUNCTIONS) if name}
+    children = {name: Stub(function) for name, function in functions.items()}
+    attention = functions.get(names.attention, torch.cos)
+    if gives_more:
+        children[names.attention] = Stub(lambda x: (attention(x), None))
     arguments = dict.fromkeys(("attention_mask", "position_ids", compat.CACHE, "position_embeddings"))
 
     def run() -> Any:
-        found = _run(layer, children, x, use_cache=True, **arguments)
+        found = run_twin(layer, children, x, use_cache=True, **arguments)
         return found[0] if isinstance(found, tuple) else found
 
     try:
@@ -91,21 +121,31 @@ def residual_factor(layer: nn.Module, names: Sequence[str]) -> float | Support:
         except (
             ValueError
         ):  # it takes its feed-forward part's output apart: a block may give its routing along
-            children[names[3]] = _Stub(lambda x: (x * x, None))
+            children[names.feed_forward] = Stub(lambda x: (functions[names.feed_forward](x), None))
             found = run()
-        children |= {name: _Stub(torch.zeros_like) for name in names[4:]}
-        plain = children[names[3]].function
-        children[names[3]] = _Stub(lambda x: _times(plain(x), 0.0))
-        attended = run()
+        first, *others = names.parts
+        for _, part, behind, shared in others:  # without what they add
+            for name in [behind] if behind else [part, shared][: 1 + bool(shared)]:
+                plain = children[name].function
+                children[name] = Stub(functools.partial(lambda plain, x: _times(plain(x), 0.0), plain))
+        attended = run() if others else found
     except Exception as error:
         return refusal_of(error)
+
+    def added(part: Sequence[str], y: Tensor) -> Tensor:
+        before, name, behind, shared = (functions.get(name) for name in part)
+        y = y if before is None else before(y)
+        assert name is not None
+        mixed = name(y) if shared is None else name(y) + shared(y)
+        return mixed if behind is None else behind(mixed)
+
     is_known = all(isinstance(one, Tensor) and one.shape == x.shape for one in (found, attended))
-    mixed = torch.cos(2 * torch.sin(x + 0.3))
+    mixed = added(first, x)
     # Of digits beyond these, doubles know nothing.
     factor = float(f"{((attended - x) * mixed).sum() / (mixed * mixed).sum():.12g}") if is_known else 0.0
-    y = x + factor * mixed
-    z = torch.tanh(y - 0.5)
-    want = y + factor * (z**2 + z.exp() if names[4:] else z**2)
+    want = x
+    for each in names.parts:
+        want = want + factor * added(each, want)
     if is_known and factor > 0 and torch.allclose(found, want, rtol=1e-9, atol=1e-9):
         return factor
     return Support.no("it is not x + attention(norm(x)), and that + feed_forward(norm(that))")
@@ -125,18 +165,86 @@ def is_gated_silu(module: nn.Module, names: Sequence[str]) -> Support:
         if len(names) == 3
         else (lambda x: torch.cat([torch.sin(x), torch.cos(x)], -1), torch.tanh)
     )
-    children = dict(zip(names, map(_Stub, parts), strict=True))
+    children = dict(zip(names, map(Stub, parts), strict=True))
     if not children.keys() <= {name for name, _ in module.named_children()}:
         return Support.no(f"its {type(module).__name__} has no {', '.join(names[:-1])} and {names[-1]}")
-    x = 3 * _random(_ROWS, 16)
+    x = 3 * random(ROWS, 16)
     try:
-        found = _run(module, children, x)
+        found = run_twin(module, children, x)
     except Exception as error:
         return refusal_of(error)
     want = torch.tanh(functional.silu(torch.sin(x)) * torch.cos(x))
     if isinstance(found, Tensor) and torch.allclose(found, want, atol=1e-5):
         return SUPPORTED
     return Support.no(f"its {type(module).__name__} is no gated unit with SiLU")
+
+
+def is_plain_squared_relu(module: nn.Module, names: Sequence[str]) -> Support:
+    """Whether a module is down(relu(up(x))²). names: of up and down."""
+    children = {names[0]: Stub(torch.sin), names[1]: Stub(torch.tanh)}
+    x = 3 * random(ROWS, 16)
+    try:
+        found = run_twin(module, children, x)
+    except Exception as error:
+        return refusal_of(error)
+    want = torch.tanh(functional.relu(torch.sin(x)).square())
+    if isinstance(found, Tensor) and torch.allclose(found, want, atol=1e-5):
+        return SUPPORTED
+    return Support.no(f"its {type(module).__name__} is no unit with a squared ReLU")
+
+
+def is_forget_gate(module: Any, heads: int, size: int) -> Support:
+    """Whether a module gives -exp(A_log) · softplus(f_b_proj(f_a_proj(x)) + dt_bias), [b, m, heads, size]; A_log is a
+    head's.
+    """
+    rates, bias = random(heads, seed=6), random(heads * size, seed=7)
+    given = 12 * random(1, ROWS, heads * size, seed=8)  # some beyond what softplus leaves as it is
+    children, parameters = dict(module.named_children()), dict(module.named_parameters(recurse=False))
+    if children.keys() != {"f_a_proj", "f_b_proj"} or parameters.keys() != {"A_log", "dt_bias"}:
+        return Support.no(f"its {type(module).__name__} holds {', '.join(sorted({*children, *parameters}))}")
+    changed = {
+        "f_a_proj": Stub(torch.sin),
+        "f_b_proj": Stub(lambda x: given + x.sum()),
+        "A_log": rates.view(parameters["A_log"].shape),
+        "dt_bias": bias,
+    }
+    x = random(1, ROWS, 8)
+    try:
+        found = run_twin(module, changed, x)
+    except Exception as error:
+        return refusal_of(error)
+    want = functional.softplus(given + torch.sin(x).sum() + bias).view(1, ROWS, heads, size)
+    want = -rates.exp()[:, None] * want
+    if (
+        isinstance(found, Tensor)
+        and found.shape == want.shape
+        and torch.allclose(found, want, rtol=1e-4, atol=1e-5)
+    ):
+        return SUPPORTED
+    return Support.no(f"its {type(module).__name__} is no softplus with a rate a head")
+
+
+def is_norm_gated_by_sigmoid(module: Any, size: int, epsilon: float) -> Support:
+    """Whether a module gives weight · x / sqrt(mean(x²) + epsilon) · sigmoid(gate), rounded once."""
+    if [(name, tuple(tensor.shape)) for name, tensor in module.named_parameters()] != [("weight", (size,))]:
+        return Support.no(f"its {type(module).__name__} holds something else than one vector called weight")
+    weight = 1 + 0.3 * random(size, seed=9)
+    x, gate = random(64, size).bfloat16(), (3 * random(64, size, seed=1)).bfloat16()
+    try:
+        found = run_twin(module, {"weight": weight}, x, gate)
+    except Exception as error:
+        return refusal_of(error)
+    wide = x.float()
+    want = (
+        weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * gate.float().sigmoid()
+    )
+    if (
+        isinstance(found, Tensor)
+        and found.dtype == x.dtype
+        and (found != want.bfloat16()).float().mean() < 0.02
+    ):
+        return SUPPORTED
+    return Support.no(f"its {type(module).__name__} is no RMS norm times a sigmoid, rounded once")
 
 
 class _Keys:
@@ -173,18 +281,18 @@ def turning(module: Any, heads: Sequence[str], norms: Sequence[str]) -> Turning 
     """
     size = module.head_dim
     made = {name: getattr(module.get_submodule(name), "out_features", 0) for name in heads[:3]}
-    keys = _random(1, _ROWS, made[heads[1]], seed=4).double()
-    angles = _random(1, _ROWS, size // 2, seed=5).double().repeat(1, 1, 2)
+    keys = random(1, ROWS, made[heads[1]], seed=4).double()
+    angles = random(1, ROWS, size // 2, seed=5).double().repeat(1, 1, 2)
     children = {
-        **{name: _Stub(functools.partial(_zeros, made[name])) for name in (heads[0], heads[2])},
-        heads[1]: _Stub(lambda _: keys),
-        **dict.fromkeys(norms, _Stub(_norm)),
+        **{name: Stub(functools.partial(_zeros, made[name])) for name in (heads[0], heads[2])},
+        heads[1]: Stub(lambda _: keys),
+        **dict.fromkeys(norms, Stub(_norm)),
     }
     try:
-        _run(
+        run_twin(
             module,
             children,
-            _random(1, _ROWS, 8).double(),
+            random(1, ROWS, 8).double(),
             position_embeddings=(angles.cos(), angles.sin()),
             attention_mask=None,
             **{compat.CACHE: _Keys()},
@@ -195,7 +303,7 @@ def turning(module: Any, heads: Sequence[str], norms: Sequence[str]) -> Turning 
         return refusal_of(error)
     else:
         found = None
-    split = keys.view(1, _ROWS, -1, size).transpose(1, 2)
+    split = keys.view(1, ROWS, -1, size).transpose(1, 2)
     for way in (Turning(), Turning(True), Turning(False, True), Turning(True, True)):
         want = split if way.before_norms or not norms else _norm(split)
         want = _turned(want, angles, way.by_neighbours)
@@ -228,7 +336,7 @@ def is_rotation(module: nn.Module, frequencies: Tensor, scale: float) -> Support
     frequencies = frequencies.detach().cpu().float()
     positions = torch.tensor([[0, 7, 1000]])
     try:
-        found = _run(module, {"inv_freq": frequencies}, torch.zeros(1, 3, 1), positions)
+        found = run_twin(module, {"inv_freq": frequencies}, torch.zeros(1, 3, 1), positions)
     except Exception as error:
         return refusal_of(error)
     angles = positions[..., None].float() * frequencies
@@ -238,171 +346,3 @@ def is_rotation(module: nn.Module, frequencies: Tensor, scale: float) -> Support
     if is_pair and all(a.shape == b.shape and torch.allclose(a, b, atol=1e-3) for a, b in zip(found, wanted)):
         return SUPPORTED
     return Support.no("it does not give cos and sin, twice side by side")
-
-
-def routing(
-    block: nn.Module,
-    name: str,
-    router: nn.Module,
-    shared: str | None = None,
-    shared_gate: str | None = None,
-) -> dict[str, Any] | Support:
-    """How a Mixture-of-Experts block chooses its experts: `RouterSpec` without its path.
-
-    name    of the block's router
-    router  stands for it; its own weights are not looked at
-    shared  the child whose output is added, times the sigmoid of the child `shared_gate`
-    """
-    parameters, buffers = dict(router.named_parameters()), dict(router.named_buffers())
-    weight_path = _weight_path(router)
-    outer = dict(block.named_buffers(recurse=False))
-    corrections = [path for path in (*parameters, *buffers, *outer) if path.endswith(_CORRECTIONS)]
-    beside = parameters.keys() - {weight_path, "bias", *corrections}
-    if weight_path is None or beside or ("bias" in parameters and weight_path != "weight"):
-        return Support.no(f"its {type(router).__name__} holds something else than a weight and a bias")
-    if corrections and [path for path in (*buffers, *outer) if path not in corrections] + corrections[1:]:
-        names = ", ".join(sorted({*buffers, *outer, *corrections}))
-        return Support.no(f"its {type(block).__name__} and router hold {names}")
-    experts, hidden = parameters[weight_path].shape
-    weight, x = 3 * hidden**-0.5 * _random(experts, hidden), _random(1, _ROWS, hidden, seed=1)
-    bias = _random(experts, seed=3) if "bias" in parameters else torch.zeros(experts)
-    drawn = {
-        path: 0.1 * _random(*tensor.shape, seed=2)
-        for path, tensor in (parameters | buffers | outer).items()
-        if path not in (weight_path, "bias")
-    }
-    given: list[tuple[Tensor, Tensor]] = []
-
-    def taken(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        given.append((ids, weights))
-        return torch.tanh(x)
-
-    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
-        own = {weight_path: weight.to(dtype), "bias": bias.to(dtype), **drawn}
-        held = _by_children(router, {path: tensor for path, tensor in own.items() if path not in outer})
-        children = {
-            name: _Stub(lambda x, *given: _run(router, held, x, *given)),
-            "experts": _Stub(taken),
-        }
-        if shared is not None:
-            children[shared] = _Stub(torch.cos)
-        if shared_gate is not None:
-            children[shared_gate] = _Stub(lambda x: x[..., :1] * 0.3)
-        out = _run(block, {**children, **{path: drawn[path] for path in outer}}, x)
-        found: Tensor = out[0] if isinstance(out, tuple) else out
-        return found
-
-    try:
-        out = run(x, x.dtype)
-        kept = _run_narrow(run, x.bfloat16(), parameters[weight_path].dtype)
-        (ids, weights), (rounded_ids, rounded) = given[0], given[-1]
-        want = torch.tanh(x)
-        if shared is not None:
-            want = want + torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
-        if not torch.allclose(out, want, atol=1e-5):
-            return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
-        added = drawn[corrections[0]].flatten() if corrections else None
-        found = _explained(router, x[0] @ weight.T + bias, added, ids, weights)
-    except Exception as error:
-        return refusal_of(error)
-    if found is None:
-        return Support.no(f"its {type(router).__name__} chooses in another way")
-    narrow = x[0].bfloat16().float() @ weight.to(kept).float().T + bias.to(kept).float()
-    if corrections:
-        found |= {"correction": corrections[0], "of_block": corrections[0] in outer}
-    return {
-        **found,
-        "num_experts": experts,
-        "rounds": rounded.dtype == torch.bfloat16,
-        **_roundings(narrow, found, rounded_ids, rounded),
-        "has_bias": "bias" in parameters,
-        "weight": weight_path,
-    }
-
-
-def _weight_path(router: nn.Module) -> str | None:
-    """Where a router has its weight: its own, or that of the one linear layer in it."""
-    linears = [name for name, child in router.named_children() if is_linear(child)]
-    if "weight" in dict(router.named_parameters(recurse=False)):
-        return "weight"
-    return f"{linears[0]}.weight" if len(linears) == 1 else None
-
-
-def _by_children(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Tensors by path, as `_run` takes them: those of a child are in a twin of it."""
-    held: dict[str, Any] = {path: tensor for path, tensor in tensors.items() if "." not in path}
-    for name in {path.partition(".")[0] for path in tensors} - held.keys():
-        of_child = {
-            path.removeprefix(f"{name}."): t for path, t in tensors.items() if path.startswith(f"{name}.")
-        }
-        held[name] = twin.of(module.get_submodule(name), tensors=of_child)
-    return held
-
-
-def _run_narrow(run: Callable[[Tensor, torch.dtype], Any], x: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Run a block on x in bf16 with a router in fp32, if it has one and takes that, or in bf16; in which it was."""
-    if dtype == torch.float32:
-        try:
-            run(x, dtype)
-        except RuntimeError:  # the product of two dtypes: the model is not in bf16
-            pass
-        else:
-            return dtype
-    run(x, torch.bfloat16)
-    return torch.bfloat16
-
-
-def _roundings(logits: Tensor, found: Mapping[str, Any], ids: Tensor, weights: Tensor) -> dict[str, bool]:
-    """What is rounded to bf16 on the way from logits [m, e] in fp32 to weights [m, k]: `rounds_logits`, and
-    `rounds_scores`, behind which all is in bf16."""
-
-    def error(rounded: tuple[bool, bool]) -> float:
-        given = logits.bfloat16().float() if rounded[0] else logits
-        scores = given.sigmoid() if found["scores"] == "sigmoid" else given.softmax(-1)
-        want = (scores.bfloat16() if rounded[1] else scores).gather(1, ids)
-        want = (want / want.sum(-1, keepdim=True) if found["is_normed"] else want) * found["factor"]
-        return (want.to(weights.dtype).float() - weights.float()).abs().sum().item()
-
-    least = min(((False, False), (True, False), (True, True)), key=error)
-    return {"rounds_logits": least[0], "rounds_scores": least[1]}
-
-
-def _explained(
-    router: Any, logits: Tensor, correction: Tensor | None, ids: Tensor, weights: Tensor
-) -> dict[str, Any] | None:
-    """The way of choosing that gives these ids and weights for these logits.
-
-    correction   [e], is added for the choice
-    """
-    found = torch.zeros_like(logits).scatter_add(1, ids, weights.float())
-    groups, top_groups = (int(getattr(router, name, 1)) for name in ("num_group", "topk_group"))
-    top_k, named = ids.shape[1], bool(getattr(router, "norm_topk_prob", True))
-    for kind in ("sigmoid", "softmax"):
-        scores = logits.sigmoid() if kind == "sigmoid" else logits.softmax(-1)
-        chosen = _chosen(scores if correction is None else scores + correction, top_k, groups, top_groups)
-        for is_normed in (named, not named):
-            want = torch.where(chosen, scores, 0.0)
-            want = want / want.sum(-1, keepdim=True) if is_normed else want
-            factor = float(f"{(found.sum() / want.sum()).item():.6g}")
-            if factor > 0 and torch.allclose(found, factor * want, rtol=1e-3, atol=1e-5):
-                return {
-                    "scores": kind,
-                    "top_k": top_k,
-                    "is_corrected": correction is not None,
-                    "groups": groups,
-                    "top_groups": top_groups,
-                    "is_normed": is_normed,
-                    "factor": factor,
-                }
-    return None
-
-
-def _chosen(scores: Tensor, top_k: int, groups: int, top_groups: int) -> Tensor:
-    """Which of scores [m, e] are the top_k greatest within the top groups, as bool of the same shape."""
-    if groups > 1:
-        parted = scores.view(len(scores), groups, -1)
-        best = parted.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
-        kept = torch.zeros(len(scores), groups, dtype=torch.bool).scatter(1, best, True)
-        scores = parted.masked_fill(~kept[..., None], -math.inf).flatten(1)
-    ids = scores.topk(top_k, -1).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)

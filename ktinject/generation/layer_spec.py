@@ -9,7 +9,7 @@ attention with projections to heads is nothing run here: both users compare it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,13 @@ from torch import Tensor, nn
 from ktinject.generation import feed_forward_spec, layer_probes, recurrent_spec
 from ktinject.generation.cpu import openmp
 from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, RouterSpec
-from ktinject.generation.layer_probes import BY_HALVES, Turning
-from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
+from ktinject.generation.layer_probes import BY_HALVES, LayerNames, Turning
+from ktinject.generation.recurrent_spec import (
+    GatedDeltaSpec,
+    KimiDeltaSpec,
+    Mamba2Spec,
+    ShortConvolutionSpec,
+)
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.probes import norm
 from ktinject.operators.probes.attention import LatentSpec
@@ -75,26 +80,6 @@ class LatentAttentionSpec:
         return self.latent.layer_idx
 
 
-@dataclass(frozen=True)
-class GatedDeltaSpec:
-    """Linear attention by the gated delta rule, with the formula of native/attention/gated_delta.hpp.
-
-    key_size, value_size  of a head
-    norm_epsilon          of the gated norm of a head's values
-    is_interleaved        in_proj_qkvz and in_proj_ba give one head of keys after the other (Qwen3-Next); else there are
-                          in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (Qwen3.5)
-    """
-
-    path: str
-    layer_idx: int
-    key_heads: int
-    value_heads: int
-    key_size: int
-    value_size: int
-    norm_epsilon: float
-    is_interleaved: bool
-
-
 AttentionSpec = GroupedAttentionSpec | LatentAttentionSpec
 
 
@@ -106,42 +91,57 @@ class RotationSpec:
     scale: float
 
 
-MixerSpec = AttentionSpec | GatedDeltaSpec | Mamba2Spec | ShortConvolutionSpec
+# Of layers whose tokens leave a state of fixed size.
+StateSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | ShortConvolutionSpec
+MixerSpec = AttentionSpec | StateSpec
 
 
 @dataclass(frozen=True)
 class DecoderLayerSpec:
     """y = x + r · attention(input_norm(x)), then y + r · feed_forward(post_attention_norm(y)). Paths are the layer's.
 
-    feed_forward  its path is empty where the layer itself adds shared experts to an MoE block
-    residual      r
+    attention, feed_forward  one of them may be missing, with its norms
+    feed_forward             its path is empty where the layer itself adds shared experts to an MoE block
+    residual                 r
+    *_behind                 norms of what attention and the feed-forward part give
     """
 
-    input_norm: NormSpec
-    attention: MixerSpec
-    post_attention_norm: NormSpec
-    feed_forward: FeedForwardSpec
+    input_norm: NormSpec | None
+    attention: MixerSpec | None
+    post_attention_norm: NormSpec | None
+    feed_forward: FeedForwardSpec | None
     residual: float = 1.0
+    attention_behind: NormSpec | None = None
+    feed_forward_behind: NormSpec | None = None
 
 
 PartSpec = DecoderLayerSpec | NormSpec | MixerSpec | RouterSpec | MoeSpec | RotationSpec
 
-_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-_LINEAR_LAYER = ("input_layernorm", "linear_attn", "post_attention_layernorm", "mlp")
-_GRANITE_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "block_sparse_moe")
-_MAMBA_LAYER = ("input_layernorm", "mamba", "post_attention_layernorm", "block_sparse_moe")
-# Norm, attention or what has its place, norm, feed-forward part; and what the layer adds to that of the same input. The
-# last ones as LFM2 and Granite call them.
-_LAYERS: tuple[tuple[str, ...], ...] = (
+
+def _usual(attention: str, feed_forward: str, norms: tuple[str, str], shared: str = "") -> LayerNames:
+    return LayerNames(attention, feed_forward, *norms, shared=shared)
+
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_LAYER = _usual("self_attn", "mlp", _NORMS)
+_LINEAR_LAYER = _usual("linear_attn", "mlp", _NORMS)
+_LFM2_NORMS = ("operator_norm", "ffn_norm")
+_LAYERS = (
     _LAYER,
     _LINEAR_LAYER,
-    ("operator_norm", "self_attn", "ffn_norm", "feed_forward"),
-    ("operator_norm", "conv", "ffn_norm", "feed_forward"),
-    _GRANITE_LAYER,
-    (*_GRANITE_LAYER, "shared_mlp"),
-    _MAMBA_LAYER,
-    (*_MAMBA_LAYER, "shared_mlp"),
+    *(_usual(attention, "feed_forward", _LFM2_NORMS) for attention in ("self_attn", "conv")),
+    *(
+        _usual(attention, "block_sparse_moe", _NORMS, shared)
+        for attention in ("self_attn", "mamba")
+        for shared in ("", "shared_mlp")
+    ),
+    # OLMo has its norms behind the parts.
+    LayerNames(
+        "self_attn", "mlp", behind_attention=_NORMS[1], behind_feed_forward="post_feedforward_layernorm"
+    ),
 )
+# What Nemotron-H's layers hold, each a part of its own.
+_ALONE = {"norm", "mixer"}
 _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # And the norms that may be there; the last ones as Hunyuan and LFM2 call them.
 _ATTENTIONS = (
@@ -149,44 +149,58 @@ _ATTENTIONS = (
     (_HEADS, ("query_layernorm", "key_layernorm")),
     (("q_proj", "k_proj", "v_proj", "out_proj"), ("q_layernorm", "k_layernorm")),
 )
-_DELTA = [
-    {"conv1d", "norm", "out_proj", *projections}
-    for projections in (
-        ("in_proj_qkvz", "in_proj_ba"),
-        ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-    )
-]
 
 
 @openmp.one_thread()
 def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
     """The spec of a decoder layer, or why it has none."""
-    children = {name for name, _ in layer.named_children()}
-    names = next((names for names in _LAYERS if children == {*names}), None)
-    if names is None:
-        known = _LINEAR_LAYER if "linear_attn" in children else _LAYER
-        return Support.no(f"it holds {', '.join(sorted(children))}; known is {', '.join(sorted(known))}")
-    modules = [layer.get_submodule(name) for name in names]
-    before, behind = of_norm(modules[0]), of_norm(modules[2])
-    attention = _MIXERS[names[1]](modules[1])
-    for name, found in zip(names, (before, attention, behind)):
+    names = _names_of(layer)
+    if isinstance(names, Support):
+        return names
+    attention: MixerSpec | None = None
+    if names.attention:
+        module = layer.get_submodule(names.attention)
+        mixer: MixerSpec | Support = (recurrent_spec.finder(module) or of_attention)(module)
+        if isinstance(mixer, Support):
+            return Support.no(f"{names.attention}: {mixer.reason}")
+        attention = replace(mixer, path=names.attention)
+    norms: list[NormSpec | None] = []
+    for name in (
+        names.before_attention,
+        names.before_feed_forward,
+        names.behind_attention,
+        names.behind_feed_forward,
+    ):
+        found = _norm_at(layer, name) if name else None
         if isinstance(found, Support):
-            return Support.no(f"{name}: {found.reason}")
-    residual = layer_probes.residual_factor(layer, names)
+            return found
+        norms.append(found)
+    residual = layer_probes.residual_factor(layer, names, isinstance(attention, AttentionSpec))
     if isinstance(residual, Support):
         return residual
-    feed_forward = replace(feed_forward_spec.of_feed_forward(modules[3]), path=names[3])
-    if len(names) > 4:
-        shared = feed_forward_spec.of_dense(modules[4])
-        feed_forward = feed_forward_spec.with_shared(feed_forward, shared, names[4])
-    assert not isinstance(before, Support) and not isinstance(behind, Support)
-    assert not isinstance(attention, Support)
-    return DecoderLayerSpec(
-        replace(before, path=names[0]),
-        replace(attention, path=names[1]),
-        replace(behind, path=names[2]),
-        feed_forward,
-        residual,
+    feed_forward: FeedForwardSpec | None = None
+    if names.feed_forward:
+        part = layer.get_submodule(names.feed_forward)
+        feed_forward = replace(feed_forward_spec.of_feed_forward(part), path=names.feed_forward)
+    if names.shared and feed_forward is not None:
+        shared = feed_forward_spec.of_dense(layer.get_submodule(names.shared))
+        feed_forward = feed_forward_spec.with_shared(feed_forward, shared, names.shared)
+    return DecoderLayerSpec(norms[0], attention, norms[1], feed_forward, residual, norms[2], norms[3])
+
+
+def _names_of(layer: nn.Module) -> LayerNames | Support:
+    children = {name for name, _ in layer.named_children()}
+    if children == _ALONE:
+        mixer: nn.Module = layer.get_submodule("mixer")
+        if recurrent_spec.finder(mixer) or hasattr(mixer, "q_proj"):
+            return LayerNames(attention="mixer", before_attention="norm")
+        return LayerNames(feed_forward="mixer", before_feed_forward="norm")
+    found = next((names for names in _LAYERS if children == {*filter(None, names)}), None)
+    if found is not None:
+        return found
+    known = _LINEAR_LAYER if "linear_attn" in children else _LAYER
+    return Support.no(
+        f"it holds {', '.join(sorted(children))}; known is {', '.join(sorted(filter(None, known)))}"
     )
 
 
@@ -239,25 +253,6 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
     )
 
 
-def of_linear_attention(module: Any) -> GatedDeltaSpec | Support:
-    """The spec of linear attention, with an empty path. Its users compare it in the first step."""
-    children, parameters = recurrent_spec.held(module)
-    if children not in _DELTA or parameters != {"A_log", "dt_bias"}:
-        return recurrent_spec.not_known(module, "the gated delta rule")
-    names = ("layer_idx", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-    found = recurrent_spec.sizes_of(module, names)
-    if isinstance(found, Support):
-        return found
-    convolution = module.conv1d
-    is_known = type(convolution) is nn.Conv1d and convolution.bias is None
-    if not is_known or [name for name, _ in module.norm.named_parameters()] != ["weight"]:
-        return Support.no(f"{type(module).__name__} has a conv1d with a bias, or a norm that is not known")
-    (index, key_heads, value_heads, key_size, value_size), epsilon = found
-    return GatedDeltaSpec(
-        "", index, key_heads, value_heads, key_size, value_size, epsilon, children == _DELTA[0]
-    )
-
-
 def _of_latent(module: AbsorbedMla) -> LatentAttentionSpec | Support:
     query = None if module.q_a_proj is None else _norm_at(module, "q_a_layernorm")
     latent = _norm_at(module, "kv_a_layernorm")
@@ -269,14 +264,6 @@ def _of_latent(module: AbsorbedMla) -> LatentAttentionSpec | Support:
 def _norm_at(module: nn.Module, name: str) -> NormSpec | Support:
     found = of_norm(module.get_submodule(name))
     return Support.no(f"{name}: {found.reason}") if isinstance(found, Support) else replace(found, path=name)
-
-
-_MIXERS: dict[str, Callable[[Any], Any]] = {
-    "self_attn": of_attention,
-    "linear_attn": of_linear_attention,
-    "conv": recurrent_spec.of_short_convolution,
-    "mamba": recurrent_spec.of_mamba2,
-}
 
 
 def of_rotation(module: Any) -> RotationSpec | Support:
@@ -298,14 +285,11 @@ def parts(model: nn.Module) -> Iterator[tuple[str, PartSpec]]:
             continue
         children = {name for name, _ in module.named_children()}
         found: PartSpec | Support | None = None
-        if {*_LAYER} <= children or {*_LINEAR_LAYER} <= children:
+        finder = recurrent_spec.finder(module)
+        if {*_NORMS, "mlp"} <= children and children & {_LAYER.attention, _LINEAR_LAYER.attention}:
             found = of_layer(module)
-        elif children in _DELTA:
-            found = of_linear_attention(module)
-        elif {"conv1d", "in_proj"} <= children:
-            found = recurrent_spec.of_mamba2(module)
-        elif {"conv", "in_proj"} <= children:
-            found = recurrent_spec.of_short_convolution(module)
+        elif finder is not None:
+            found = finder(module)
         elif isinstance(module, AbsorbedMla) or {*_HEADS} <= children:
             found = of_attention(module)
         elif {"gate", "experts"} <= children:

@@ -1,17 +1,53 @@
-"""What layers compute whose tokens leave a state of fixed size: Mamba-2 and short convolutions.
+"""What layers compute whose tokens leave a state of fixed size: the gated delta rule, Mamba-2 and short convolutions.
 
 Children are found by the names that transformers gives them. What they compute is compared in the first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from ktinject.generation import layer_probes
 from ktinject.support import Support
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec:
+    """Linear attention by the gated delta rule, with the formula of native/attention/gated_delta.hpp.
+
+    key_size, value_size  of a head
+    norm_epsilon          of the gated norm of a head's values
+    is_interleaved        in_proj_qkvz and in_proj_ba give one head of keys after the other (Qwen3-Next); else there are
+                          in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (Qwen3.5)
+    """
+
+    path: str
+    layer_idx: int
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    norm_epsilon: float
+    is_interleaved: bool
+
+
+@dataclass(frozen=True)
+class KimiDeltaSpec:
+    """The same by channels: each value of a key has a decay of its own (Kimi Linear).
+
+    head_size     of keys and of values
+    norm_epsilon  of the gated norm of a head's values
+    """
+
+    path: str
+    layer_idx: int
+    heads: int
+    head_size: int
+    norm_epsilon: float
 
 
 @dataclass(frozen=True)
@@ -40,6 +76,57 @@ class ShortConvolutionSpec:
     layer_idx: int
 
 
+_DELTA = [
+    {"conv1d", "norm", "out_proj", *projections}
+    for projections in (
+        ("in_proj_qkvz", "in_proj_ba"),
+        ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    )
+]
+_KIMI_DELTA = {"conv1d", "forget_gate", "o_norm", "b_proj", "g_a_proj", "g_b_proj"} | {
+    f"{name}_proj" for name in "qkvo"
+}
+
+
+def of_linear_attention(module: Any) -> GatedDeltaSpec | Support:
+    """The spec of linear attention, with an empty path. Its users compare it in the first step."""
+    children, parameters = held(module)
+    if children not in _DELTA or parameters != {"A_log", "dt_bias"}:
+        return not_known(module, "the gated delta rule")
+    names = ("layer_idx", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+    found = sizes_of(module, names)
+    if isinstance(found, Support):
+        return found
+    convolution = module.conv1d
+    is_known = type(convolution) is nn.Conv1d and convolution.bias is None
+    if not is_known or [name for name, _ in module.norm.named_parameters()] != ["weight"]:
+        return Support.no(f"{type(module).__name__} has a conv1d with a bias, or a norm that is not known")
+    (index, key_heads, value_heads, key_size, value_size), epsilon = found
+    return GatedDeltaSpec(
+        "", index, key_heads, value_heads, key_size, value_size, epsilon, children == _DELTA[0]
+    )
+
+
+def of_kimi_delta(module: Any) -> KimiDeltaSpec | Support:
+    """The spec of Kimi Linear's delta attention, with an empty path."""
+    children, parameters = held(module)
+    if children != _KIMI_DELTA or parameters:
+        return not_known(module, "Kimi Linear's delta attention")
+    found = sizes_of(module, ("layer_idx", "num_heads", "head_dim"), module.o_norm)
+    if isinstance(found, Support):
+        return found
+    (index, heads, head_size), epsilon = found
+    if type(module.conv1d) is not nn.Conv1d or module.conv1d.bias is not None:
+        return Support.no(f"{type(module).__name__} has a conv1d with a bias, or another convolution")
+    for support in (
+        layer_probes.is_forget_gate(module.forget_gate, heads, head_size),
+        layer_probes.is_norm_gated_by_sigmoid(module.o_norm, head_size, epsilon),
+    ):
+        if not support:
+            return support
+    return KimiDeltaSpec("", index, heads, head_size, epsilon)
+
+
 def of_mamba2(module: Any) -> Mamba2Spec | Support:
     """The spec of a Mamba-2 mixer, with an empty path."""
     children, parameters = held(module)
@@ -58,6 +145,18 @@ def of_mamba2(module: Any) -> Mamba2Spec | Support:
     if type(module.conv1d) is not nn.Conv1d or held(norm) != (set(), {"weight"}) or not is_grouped:
         return Support.no(f"{type(module).__name__} has another convolution, or a norm of other groups")
     return Mamba2Spec("", index, heads, groups, head_size, state_size, epsilon)
+
+
+def finder(module: nn.Module) -> Callable[[Any], Any] | None:
+    """What finds the spec of a layer that a module looks like; None: it does not look like one with states."""
+    children, _ = held(module)
+    if "forget_gate" in children:
+        return of_kimi_delta
+    if "in_proj_qkvz" in children or "in_proj_qkv" in children:
+        return of_linear_attention
+    if "in_proj" in children and children & {"conv1d", "conv"}:
+        return of_mamba2 if "conv1d" in children else of_short_convolution
+    return None
 
 
 def of_short_convolution(module: Any) -> ShortConvolutionSpec | Support:
@@ -86,10 +185,10 @@ def not_known(module: nn.Module, known: str) -> Support:
     return Support.no(f"{type(module).__name__} holds {names}; known is {known}")
 
 
-def sizes_of(module: Any, names: Sequence[str]) -> tuple[list[int], float] | Support:
+def sizes_of(module: Any, names: Sequence[str], norm: Any = None) -> tuple[list[int], float] | Support:
     """The whole numbers of these names that a module has, and the epsilon of its norm; or that one is missing."""
     sizes: list[Any] = [getattr(module, name, None) for name in names]
-    epsilon = getattr(module.norm, "variance_epsilon", None)
+    epsilon = getattr(module.norm if norm is None else norm, "variance_epsilon", None)
     if not all(isinstance(size, int) for size in sizes) or not isinstance(epsilon, float):
         return Support.no(
             f"{type(module).__name__} has no {', '.join(names)}, or its norm no variance_epsilon"

@@ -4,11 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <span>
 #include <stdexcept>
 #include <string>
-#include <utility>
+#include <vector>
 
+#include "attention/recurrent.hpp"
 #include "attention/tasks.hpp"
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
@@ -16,8 +17,6 @@
 namespace ktinject::attention {
 namespace {
 
-// Of a task of the convolution.
-constexpr int kChannels = 512;
 // Added to the square of a length before its root: what transformers' l2norm has.
 constexpr float kLengthEpsilon = 1e-6f;
 
@@ -26,15 +25,6 @@ void expect(const gemm::Linear* linear, int out, const char* name) {
     throw std::invalid_argument(std::string("gated delta rule: ") + name + ": expected " + std::to_string(out) +
                                 " outputs");
 }
-
-void expect(const Cached& cached, DType dtype, std::vector<int> shape, const char* name) {
-  if (cached.dtype == dtype && cached.shape == shape) return;
-  std::string wanted;
-  for (const int size : shape) wanted += (wanted.empty() ? "" : ", ") + std::to_string(size);
-  throw std::invalid_argument(std::string("cache: expected ") + name + " [" + wanted + "]");
-}
-
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 // to [n] = x [n] of length `scale`.
 void with_length(const float* x, int n, float scale, float* to) {
@@ -50,68 +40,117 @@ float length_factor(const float* x, int n, float length) {
   return length / std::sqrt(sum + kLengthEpsilon);
 }
 
-// Of all rows: inputs of the convolution [batch, channels], z [batch, values], b and a [batch, value_heads]; and what
-// the projections give before it is sorted, if they give it interleaved.
+// Of all rows: inputs of the convolution [batch, channels], z [batch, values], b [batch, value_heads] and a [batch,
+// decays]; and what projections give on the way to that.
 struct GatedDelta::Projected {
-  float *mixed, *z, *b, *a, *first, *second;
+  float *mixed, *z, *b, *a, *first, *second, *third;
 };
 
 GatedDelta::GatedDelta(GatedDeltaConfig config) : config_(config) {
   if (config_.key_heads < 1 || config_.value_heads < 1 || config_.value_heads % config_.key_heads != 0 ||
       config_.key_size < 1 || config_.value_size < 1 || config_.taps < 1)
     throw std::invalid_argument("gated delta rule: heads of values must be a multiple of those of keys");
-  if (config_.is_interleaved()) {
-    expect(config_.qkv, config_.channels() + config_.values(), "in_proj_qkvz");
-    expect(config_.ba, 2 * config_.value_heads, "in_proj_ba");
-  } else {
-    expect(config_.qkv, config_.channels(), "in_proj_qkv");
-    expect(config_.z, config_.values(), "in_proj_z");
-    expect(config_.ba, config_.value_heads, "in_proj_b");
-    expect(config_.a, config_.value_heads, "in_proj_a");
-  }
+  expect_projections();
   if (config_.norm.size != config_.value_size)
     throw std::invalid_argument("gated delta rule: the norm must be one of a head's values");
 }
 
+void GatedDelta::expect_projections() const {
+  if (config_.is_interleaved()) {
+    expect(config_.qkv, config_.channels() + config_.values(), "in_proj_qkvz");
+    expect(config_.ba, 2 * config_.value_heads, "in_proj_ba");
+    if (config_.k != nullptr || config_.v != nullptr || config_.z_low != nullptr || config_.a_low != nullptr ||
+        config_.by_channels)
+      throw std::invalid_argument("gated delta rule: what is interleaved has no other projections, and no channels");
+    return;
+  }
+  expect(config_.z, config_.values(), "in_proj_z");
+  expect(config_.ba, config_.value_heads, "in_proj_b");
+  expect(config_.a, config_.decays(), "in_proj_a");
+  for (const auto& [low, high] : {std::pair{config_.z_low, config_.z}, {config_.a_low, config_.a}})
+    if (low != nullptr) expect(low, high->config().in_features, "what z or a is made of");
+  if (config_.k == nullptr && config_.v == nullptr) return expect(config_.qkv, config_.channels(), "in_proj_qkv");
+  expect(config_.qkv, config_.keys(), "q_proj");
+  expect(config_.k, config_.keys(), "k_proj");
+  expect(config_.v, config_.values(), "v_proj");
+}
+
 bool GatedDelta::fits(int hidden) const {
-  for (const gemm::Linear* linear : {config_.qkv, config_.ba, config_.z, config_.a})
+  for (const gemm::Linear* linear :
+       {config_.qkv, config_.ba, config_.k, config_.v, config_.z_low, config_.a_low,
+        config_.z_low == nullptr ? config_.z : nullptr, config_.a_low == nullptr ? config_.a : nullptr})
     if (linear != nullptr && linear->config().in_features != hidden) return false;
   return config_.o->config().in_features == config_.values() && config_.o->config().out_features == hidden;
+}
+
+void GatedDelta::project_interleaved(const float* x, int batch, const Projected& to) const {
+  const int keys = config_.keys(), values = config_.values(), channels = config_.channels();
+  const gemm::Linear::Product products[] = {{config_.qkv, to.first}, {config_.ba, to.second}};
+  gemm::Linear::forward(products, x, DType::f32, batch);
+  const int shared = config_.value_heads / config_.key_heads, part = shared * config_.value_size;
+  const float *first = to.first, *second = to.second;
+  for (int row = 0; row < batch; ++row)
+    for (int g = 0; g < config_.key_heads; ++g) {
+      float* mixed = to.mixed + product(row, channels);
+      auto take = [](const float*& from, int count, float* out) {
+        std::copy(from, from + count, out);
+        from += count;
+      };
+      take(first, config_.key_size, mixed + g * config_.key_size);
+      take(first, config_.key_size, mixed + keys + g * config_.key_size);
+      take(first, part, mixed + 2 * keys + g * part);
+      take(first, part, to.z + product(row, values) + g * part);
+      take(second, shared, to.b + row * config_.value_heads + g * shared);
+      take(second, shared, to.a + row * config_.value_heads + g * shared);
+    }
 }
 
 void GatedDelta::project(const float* x, const Step& step, const Projected& to) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int batch = step.batch, keys = config_.keys(), values = config_.values(), channels = config_.channels();
   if (config_.is_interleaved()) {
-    const gemm::Linear::Product products[] = {{config_.qkv, to.first}, {config_.ba, to.second}};
-    gemm::Linear::forward(products, x, DType::f32, batch);
-    const int shared = config_.value_heads / config_.key_heads, part = shared * config_.value_size;
-    const float *first = to.first, *second = to.second;
-    for (int row = 0; row < batch; ++row)
-      for (int g = 0; g < config_.key_heads; ++g) {
-        float* mixed = to.mixed + product(row, channels);
-        auto take = [](const float*& from, int count, float* out) {
-          std::copy(from, from + count, out);
-          from += count;
-        };
-        take(first, config_.key_size, mixed + g * config_.key_size);
-        take(first, config_.key_size, mixed + keys + g * config_.key_size);
-        take(first, part, mixed + 2 * keys + g * part);
-        take(first, part, to.z + product(row, values) + g * part);
-        take(second, shared, to.b + row * config_.value_heads + g * shared);
-        take(second, shared, to.a + row * config_.value_heads + g * shared);
-      }
+    project_interleaved(x, batch, to);
   } else {
-    const gemm::Linear::Product products[] = {
-        {config_.qkv, to.mixed}, {config_.z, to.z}, {config_.ba, to.b}, {config_.a, to.a}};
-    gemm::Linear::forward(products, x, DType::f32, batch);
+    const bool in_parts = config_.k != nullptr;
+    float* parts[] = {to.first, to.first + product(batch, keys), to.first + product(batch, 2 * keys)};
+    // Of a single row, they lie one behind the other as they are.
+    if (batch == 1)
+      for (int i = 0; i < 3; ++i) parts[i] = to.mixed + i * keys;
+    gemm::Linear::Product products[6] = {{config_.qkv, in_parts ? parts[0] : to.mixed}, {config_.ba, to.b}};
+    products[2] = {config_.z_low == nullptr ? config_.z : config_.z_low, config_.z_low == nullptr ? to.z : to.second};
+    products[3] = {config_.a_low == nullptr ? config_.a : config_.a_low, config_.a_low == nullptr ? to.a : to.third};
+    products[4] = {config_.k, parts[1]};
+    products[5] = {config_.v, parts[2]};
+    gemm::Linear::forward(std::span(products, in_parts ? 6 : 4), x, DType::f32, batch);
+    for (int row = 0; in_parts && batch > 1 && row < batch; ++row) {
+      float* mixed = to.mixed + product(row, channels);
+      for (int i = 0; i < 3; ++i) {
+        const int count = i < 2 ? keys : values;
+        std::copy_n(parts[i] + product(row, count), count, mixed + i * keys);
+      }
+    }
+    auto widen = [&](const gemm::Linear* low, const gemm::Linear* high, float* from, float* out) {
+      if (low == nullptr) return;
+      ops.round(from, batch * low->config().out_features, step.dtype);
+      high->forward(from, DType::f32, batch, out);
+    };
+    widen(config_.z_low, config_.z, to.second, to.z);
+    widen(config_.a_low, config_.a, to.third, to.a);
   }
   ops.round(to.mixed, batch * channels, step.dtype);
   ops.round(to.z, batch * values, step.dtype);
-  for (float* gates : {to.b, to.a}) ops.round(gates, batch * config_.value_heads, step.dtype);
+  ops.round(to.b, batch * config_.value_heads, step.dtype);
+  ops.round(to.a, batch * config_.decays(), step.dtype);
 }
 
-// out [value_size] of a head of a row; own: 2 * key_size floats.
+void GatedDelta::decay(int h, const float* a, float* decays) const {
+  const float rate = -std::exp(config_.a_log[h]);
+  const int count = config_.by_channels ? config_.key_size : 1;
+  for (int i = 0; i < count; ++i)
+    decays[i] = std::exp(rate * softplus(a[h * count + i] + config_.dt_bias[h * count + i]));
+}
+
+// out [value_size] of a head of a row; own: 3 * key_size floats.
 void GatedDelta::head(int h, int row, const Projected& from, const Step& step, float* state, float* own,
                       float* out) const {
   const gemm::StepOps& ops = gemm::step_ops();
@@ -124,7 +163,10 @@ void GatedDelta::head(int h, int row, const Projected& from, const Step& step, f
   rule.q = own;
   rule.k = own + keys;
   rule.v = mixed + 2 * config_.keys() + h * values;
-  rule.decay = std::exp(-std::exp(config_.a_log[h]) * softplus(from.a[at] + config_.dt_bias[h]));
+  float* decays = own + 2 * keys;
+  decay(h, from.a + product(row, config_.decays()), decays);
+  rule.decay = decays[0];
+  rule.decays = config_.by_channels ? decays : nullptr;
   rule.beta = from.b[at];
   ops.sigmoid(&rule.beta, 1);
   ops.round(&rule.beta, 1, step.dtype);
@@ -134,8 +176,15 @@ void GatedDelta::head(int h, int row, const Projected& from, const Step& step, f
   rule.out = out;
   ops.delta_rule(rule);
   ops.round(out, values, step.dtype);
-  ops.rms_norm(out, config_.norm, step.dtype, out);
-  ops.gate_by_silu(out, from.z + product(at, values), values, step.dtype);
+  const float* z = from.z + product(at, values);
+  if (config_.by_channels) {
+    ops.rms_norm(out, config_.norm, DType::f32, out);
+    ops.gate_by_sigmoid(out, z, values, DType::f32);
+    ops.round(out, values, step.dtype);
+  } else {
+    ops.rms_norm(out, config_.norm, step.dtype, out);
+    ops.gate_by_silu(out, z, values, step.dtype);
+  }
 }
 
 void GatedDelta::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
@@ -145,52 +194,38 @@ void GatedDelta::forward(const float* x, const Step& step, const LayerCache& cac
   expect(cache.first, step.dtype, {kept, channels, taps}, "inputs of the convolution, of the model's dtype,");
   expect(cache.second, DType::f32, {kept, heads, key_size, value_size}, "states in fp32");
   const gemm::StepOps& ops = gemm::step_ops();
-  const bool in_two = config_.is_interleaved();
+  auto outputs = [](const gemm::Linear* linear) { return linear == nullptr ? 0 : linear->config().out_features; };
+  const bool in_two = config_.is_interleaved(), in_parts = config_.k != nullptr;
   runtime::Arrays arrays;
   const size_t mixed_at = arrays.take(product(batch, channels)), z_at = arrays.take(product(batch, values)),
-               b_at = arrays.take(product(batch, heads)), a_at = arrays.take(product(batch, heads)),
-               first_at = arrays.take(in_two ? product(batch, channels + values) : 0),
-               second_at = arrays.take(in_two ? product(batch, 2 * heads) : 0),
+               b_at = arrays.take(product(batch, heads)), a_at = arrays.take(product(batch, config_.decays())),
+               first_at = arrays.take(product(batch, in_two     ? channels + values
+                                                     : in_parts ? channels
+                                                                : 0)),
+               second_at = arrays.take(product(batch, in_two ? 2 * heads : outputs(config_.z_low))),
+               third_at = arrays.take(product(batch, outputs(config_.a_low))),
                sum_at = arrays.take(product(batch, values));
   const runtime::Scratch memory(arrays.count());
   float *mixed = memory + mixed_at, *sum = memory + sum_at;
-  const Projected projected{mixed, memory + z_at, memory + b_at, memory + a_at, memory + first_at, memory + second_at};
+  const Projected projected{
+      mixed, memory + z_at, memory + b_at, memory + a_at, memory + first_at, memory + second_at, memory + third_at};
   project(x, step, projected);
-  if (step.consecutive) remember(projected, step, cache);
+  if (step.consecutive)
+    remember(cache, batch, {{mixed, channels}, {projected.b, heads}, {projected.a, config_.decays()}});
   advance(projected, step, cache, sum);
   config_.o->forward(sum, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
 }
 
-// The states before the step, and what follows from x of its tokens: [tokens, channels | value_heads | value_heads].
-void GatedDelta::remember(const Projected& from, const Step& step, const LayerCache& cache) const {
-  Undo& undo = *cache.undo;
-  undo.rows = step.batch;
-  const size_t size = product(config_.key_size, config_.value_size) * sizeof(float);
-  undo.first.resize(product(config_.channels(), config_.taps) * step.width());
-  undo.second.resize(static_cast<size_t>(config_.value_heads) * size);
-  undo.inputs.clear();
-  for (auto [values, count] : {std::pair{from.mixed, config_.channels()}, std::pair{from.b, config_.value_heads},
-                               std::pair{from.a, config_.value_heads}})
-    undo.inputs.insert(undo.inputs.end(), values, values + product(step.batch, count));
-  std::memcpy(undo.first.data(), cache.first.data, undo.first.size());
-  const runtime::Session session;
-  each(*session, undo.second.size() < kSerialProducts, config_.value_heads, [&](int h, int) {
-    const size_t begin = static_cast<size_t>(h) * size;
-    std::memcpy(undo.second.data() + begin, static_cast<std::byte*>(cache.second.data) + begin, size);
-  });
-}
-
 void GatedDelta::keep(const LayerCache& cache, int kept) const {
   Undo& undo = *cache.undo;
   if (kept == undo.rows) return;
-  std::memcpy(cache.first.data, undo.first.data(), undo.first.size());
-  std::memcpy(cache.second.data, undo.second.data(), undo.second.size());
+  restore(cache);
   const size_t values = product(kept, config_.values());
   std::vector<float> unused(2 * values);
-  std::vector<float> inputs = undo.cut(kept, {config_.channels(), config_.value_heads, config_.value_heads});
+  std::vector<float> inputs = undo.cut(kept, {config_.channels(), config_.value_heads, config_.decays()});
   float *b = inputs.data() + product(kept, config_.channels()), *a = b + product(kept, config_.value_heads);
-  const Projected from{inputs.data(), unused.data(), b, a, nullptr, nullptr};
+  const Projected from{inputs.data(), unused.data(), b, a, nullptr, nullptr, nullptr};
   Step step;
   step.dtype = cache.first.dtype;
   step.batch = kept;
@@ -205,25 +240,17 @@ void GatedDelta::advance(const Projected& from, const Step& step, const LayerCac
 
 void GatedDelta::advance_rows(int first_row, const Projected& from, const Step& step, const LayerCache& cache,
                               float* sum) const {
-  const int rows = step.together(), channels = config_.channels(), heads = config_.value_heads, taps = config_.taps;
-  const gemm::StepOps& ops = gemm::step_ops();
+  const int rows = step.together(), heads = config_.value_heads;
+  const ChannelConvolution convolution{config_.taps_weight, nullptr, config_.channels(), config_.taps, true};
   const runtime::Session session;
   runtime::ThreadPool& workers = *session;
-  const runtime::Scratch own(product(2 * workers.threads(), config_.key_size));
-  const int blocks = (channels + kChannels - 1) / kChannels;
-  each(workers, product(rows, channels, taps) < kSerialProducts / 4, rows * blocks, [&](int index, int) {
-    const int row = index / blocks, first = index % blocks * kChannels, count = std::min(kChannels, channels - first);
-    float* part = from.mixed + product(first_row + row, channels) + first;
-    const size_t at = static_cast<size_t>(first) * static_cast<size_t>(taps);
-    auto* state = static_cast<std::byte*>(cache.first.data) + (product(row, channels, taps) + at) * step.width();
-    const auto* weight = static_cast<const std::byte*>(config_.taps_weight) + at * step.width();
-    ops.convolve(part, state, weight, nullptr, count, taps, true, step.dtype);
-  });
+  const runtime::Scratch own(product(3 * workers.threads(), config_.key_size));
+  convolution.advance(workers, from.mixed + product(first_row, convolution.channels), rows, cache.first);
   const size_t size = product(config_.key_size, config_.value_size);
   each(workers, size * product(rows, heads) * 4 < kSerialProducts, rows * heads, [&](int index, int worker) {
     const int row = first_row + index / heads, h = index % heads;
     head(h, row, from, step, static_cast<float*>(cache.second.data) + static_cast<size_t>(index) * size,
-         own + product(2 * worker, config_.key_size), sum + product(row * heads + h, config_.value_size));
+         own + product(3 * worker, config_.key_size), sum + product(row * heads + h, config_.value_size));
   });
 }
 

@@ -2,7 +2,8 @@
 // values.
 //
 // Yang, Kautz, Hatamizadeh: Gated Delta Networks (arXiv 2412.06464); with the projections, convolution and gates of
-// transformers' modeling_qwen3_next.py and modeling_qwen3_5_moe.py.
+// transformers' modeling_qwen3_next.py and modeling_qwen3_5_moe.py. And Kimi Linear (arXiv 2510.26692), whose states
+// decay by channels, with those of modeling_kimi_linear.py.
 #pragma once
 
 #include "attention/attention.hpp"
@@ -15,24 +16,31 @@ namespace ktinject::attention {
 //   S += k (sigmoid(b) (v - k S))
 //   o = norm(q S / sqrt(key_size)) silu(z)
 //
+// By channels, a and dt_bias are vectors [key_size], each value for a row of S, and the last factor is sigmoid(z).
+//
 // The cache has the last inputs of the convolution [batch, channels, taps] of the model's dtype, channels being those
 // of all q, all k and all v, and the states [batch, value_heads, key_size, value_size] in fp32.
 struct GatedDeltaConfig {
   // Either the first two, which give [key_heads, q | k | v | z] and [key_heads, b | a], where a head of keys has
-  // several of values; or all four: [q | k | v], z, b and a.
+  // several of values; or all four: [q | k | v], z, b and a. With k and v, the first one gives q alone. What is given
+  // as z_low and a_low gives z and a what they take, else that is x.
   const gemm::Linear *qkv = nullptr, *ba = nullptr, *z = nullptr, *a = nullptr;
+  const gemm::Linear *k = nullptr, *v = nullptr, *z_low = nullptr, *a_low = nullptr;
   const gemm::Linear* o = nullptr;
   const void* taps_weight = nullptr;  // [channels, taps] of the model's dtype
   int taps = 0;
   const float* a_log = nullptr;    // [value_heads]
-  const float* dt_bias = nullptr;  // [value_heads]
-  Norm norm;                       // of the values of a head
+  const float* dt_bias = nullptr;  // [decays]
+  Norm norm;                       // of the values of a head; by channels, its weight is fp32, and nothing is rounded
+                                   // before the product with the gate
   int key_heads = 0, value_heads = 0, key_size = 0, value_size = 0;
+  bool by_channels = false;
 
   bool is_interleaved() const { return z == nullptr; }
   int keys() const { return key_heads * key_size; }
   int values() const { return value_heads * value_size; }
   int channels() const { return 2 * keys() + values(); }
+  int decays() const { return by_channels ? value_heads * key_size : value_heads; }
 };
 
 class GatedDelta final : public DecoderAttention {
@@ -44,12 +52,15 @@ class GatedDelta final : public DecoderAttention {
 
  private:
   struct Projected;
+  void expect_projections() const;
   void project(const float* x, const Step& step, const Projected& to) const;
-  void remember(const Projected& from, const Step& step, const LayerCache& cache) const;
+  void project_interleaved(const float* x, int batch, const Projected& to) const;
   void advance(const Projected& from, const Step& step, const LayerCache& cache, float* sum) const;
   // Rows first to first + step.together() - 1 of that.
   void advance_rows(int first, const Projected& from, const Step& step, const LayerCache& cache, float* sum) const;
   void head(int h, int row, const Projected& from, const Step& step, float* state, float* own, float* out) const;
+  // decays [key_size] of a head of a row
+  void decay(int h, const float* a, float* decays) const;
 
   GatedDeltaConfig config_;
 };

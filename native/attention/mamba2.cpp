@@ -4,31 +4,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
+#include "attention/recurrent.hpp"
 #include "attention/tasks.hpp"
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::attention {
-namespace {
-
-// Of a task of the convolution.
-constexpr int kChannels = 512;
-
-void expect(const Cached& cached, DType dtype, std::vector<int> shape, const char* name) {
-  if (cached.dtype == dtype && cached.shape == shape) return;
-  std::string wanted;
-  for (const int size : shape) wanted += (wanted.empty() ? "" : ", ") + std::to_string(size);
-  throw std::invalid_argument(std::string("cache: expected ") + name + " [" + wanted + "]");
-}
-
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
-}  // namespace
 
 Mamba2::Mamba2(Mamba2Config config) : config_(config) {
   if (config_.groups < 1 || config_.heads < 1 || config_.heads % config_.groups != 0 || config_.head_size < 1 ||
@@ -66,7 +50,7 @@ void Mamba2::forward(const float* x, const Step& step, const LayerCache& cache, 
     std::copy(from, from + channels, mixed + product(row, channels));
     std::copy(from + channels, from + channels + heads, dt + product(row, heads));
   }
-  if (step.consecutive) remember(mixed, dt, step, cache);
+  if (step.consecutive) remember(cache, batch, {{mixed, channels}, {dt, heads}});
   advance(mixed, dt, step, cache, y);
   const int size = values / config_.groups;
   Norm norm = config_.norm;
@@ -84,28 +68,10 @@ void Mamba2::forward(const float* x, const Step& step, const LayerCache& cache, 
   ops.round(out, batch * config_.out->config().out_features, step.dtype);
 }
 
-// The states before the step, and what follows from x of its tokens: [tokens, channels | heads].
-void Mamba2::remember(const float* mixed, const float* dt, const Step& step, const LayerCache& cache) const {
-  Undo& undo = *cache.undo;
-  undo.rows = step.batch;
-  const size_t size = product(config_.head_size, config_.state_size) * sizeof(float);
-  undo.first.resize(product(config_.channels(), config_.taps) * step.width());
-  undo.second.resize(static_cast<size_t>(config_.heads) * size);
-  undo.inputs.assign(mixed, mixed + product(step.batch, config_.channels()));
-  undo.inputs.insert(undo.inputs.end(), dt, dt + product(step.batch, config_.heads));
-  std::memcpy(undo.first.data(), cache.first.data, undo.first.size());
-  const runtime::Session session;
-  each(*session, undo.second.size() < kSerialProducts, config_.heads, [&](int h, int) {
-    const size_t begin = static_cast<size_t>(h) * size;
-    std::memcpy(undo.second.data() + begin, static_cast<std::byte*>(cache.second.data) + begin, size);
-  });
-}
-
 void Mamba2::keep(const LayerCache& cache, int kept) const {
   Undo& undo = *cache.undo;
   if (kept == undo.rows) return;
-  std::memcpy(cache.first.data, undo.first.data(), undo.first.size());
-  std::memcpy(cache.second.data, undo.second.data(), undo.second.size());
+  restore(cache);
   std::vector<float> mixed = undo.cut(kept, {config_.channels(), config_.heads});
   const float* dt = mixed.data() + product(kept, config_.channels());
   std::vector<float> unused(product(kept, config_.values()));
@@ -117,23 +83,14 @@ void Mamba2::keep(const LayerCache& cache, int kept) const {
 }
 
 void Mamba2::advance(float* mixed, const float* dt, const Step& step, const LayerCache& cache, float* y) const {
-  const int rows = step.together(), channels = config_.channels(), heads = config_.heads, taps = config_.taps;
+  const int rows = step.together(), channels = config_.channels(), heads = config_.heads;
   const size_t size = product(config_.head_size, config_.state_size);
-  const gemm::StepOps& ops = gemm::step_ops();
+  const ChannelConvolution convolution{config_.taps_weight, config_.taps_bias, channels, config_.taps, true};
   const runtime::Session session;
   runtime::ThreadPool& workers = *session;
   const runtime::Scratch own(product(workers.threads(), config_.state_size));
-  const int blocks = (channels + kChannels - 1) / kChannels;
   for (int first_row = 0; first_row < step.batch; first_row += rows) {
-    each(workers, product(rows, channels, taps) < kSerialProducts / 4, rows * blocks, [&](int index, int) {
-      const int row = index / blocks, first = index % blocks * kChannels, count = std::min(kChannels, channels - first);
-      const size_t at = product(first, taps), state = product(row, channels, taps) + at;
-      const auto* bias = static_cast<const std::byte*>(config_.taps_bias);
-      ops.convolve(mixed + product(first_row + row, channels) + first,
-                   static_cast<std::byte*>(cache.first.data) + state * step.width(),
-                   static_cast<const std::byte*>(config_.taps_weight) + at * step.width(),
-                   bias == nullptr ? nullptr : bias + product(first, 1) * step.width(), count, taps, true, step.dtype);
-    });
+    convolution.advance(workers, mixed + product(first_row, channels), rows, cache.first);
     each(workers, size * product(rows, heads) * 4 < kSerialProducts, rows * heads, [&](int index, int worker) {
       const int row = first_row + index / heads, h = index % heads;
       head(h, mixed + product(row, channels), dt[product(row, heads) + static_cast<size_t>(h)],

@@ -42,7 +42,6 @@ class Mamba2 final : public DecoderAttention {
 
  private:
   // mixed [batch, channels], dt [batch, heads]: what follows from x of the tokens. y [batch, values].
-  void remember(const float* mixed, const float* dt, const Step& step, const LayerCache& cache) const;
   void advance(float* mixed, const float* dt, const Step& step, const LayerCache& cache, float* y) const;
   void head(int h, const float* mixed, float dt, float* state, float* own, float* y) const;
 

@@ -1,22 +1,15 @@
 // A short convolution of one token a row: projections on the pool, then the convolution in tasks of some channels.
 #include "attention/short_convolution.hpp"
 
-#include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 
+#include "attention/recurrent.hpp"
 #include "attention/tasks.hpp"
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::attention {
-namespace {
-
-// Of a task.
-constexpr int kChannels = 512;
-
-}  // namespace
 
 ShortConvolution::ShortConvolution(ShortConvolutionConfig config) : config_(config) {
   const int channels = config_.channels();
@@ -30,11 +23,10 @@ bool ShortConvolution::fits(int hidden) const {
 
 void ShortConvolution::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
   const int batch = step.batch, channels = config_.channels(), taps = config_.taps;
-  if (step.dtype != config_.dtype || cache.first.dtype != step.dtype ||
-      cache.first.shape != std::vector<int>{step.together(), channels, taps})
-    throw std::invalid_argument("cache: expected inputs of the convolution, of the model's dtype, [" +
-                                std::to_string(step.together()) + ", " + std::to_string(channels) + ", " +
-                                std::to_string(taps) + "]");
+  if (step.dtype != config_.dtype)
+    throw std::invalid_argument("short convolution: weights of another dtype than the model's");
+  expect(cache.first, step.dtype, {step.together(), channels, taps},
+         "inputs of the convolution, of the model's dtype,");
   const gemm::StepOps& ops = gemm::step_ops();
   runtime::Arrays arrays;
   const size_t given_at = arrays.take(product(batch, channels, 3)), mixed_at = arrays.take(product(batch, channels));
@@ -48,13 +40,7 @@ void ShortConvolution::forward(const float* x, const Step& step, const LayerCach
     for (int c = 0; c < channels; ++c) to[c] = b[c] * values[c];
   }
   ops.round(mixed, batch * channels, step.dtype);
-  if (step.consecutive) {
-    Undo& undo = *cache.undo;
-    undo.rows = batch;
-    undo.first.resize(product(channels, taps) * step.width());
-    std::memcpy(undo.first.data(), cache.first.data, undo.first.size());
-    undo.inputs.assign(mixed, mixed + product(batch, channels));
-  }
+  if (step.consecutive) remember(cache, batch, {{mixed, channels}});
   advance(mixed, step, cache);
   for (int row = 0; row < batch; ++row) {
     const float* c_of = given + product(row, channels, 3) + channels;
@@ -69,7 +55,7 @@ void ShortConvolution::forward(const float* x, const Step& step, const LayerCach
 void ShortConvolution::keep(const LayerCache& cache, int kept) const {
   Undo& undo = *cache.undo;
   if (kept == undo.rows) return;
-  std::memcpy(cache.first.data, undo.first.data(), undo.first.size());
+  restore(cache);
   Step step;
   step.dtype = config_.dtype;
   step.batch = kept;
@@ -79,19 +65,10 @@ void ShortConvolution::keep(const LayerCache& cache, int kept) const {
 }
 
 void ShortConvolution::advance(float* mixed, const Step& step, const LayerCache& cache) const {
-  const int rows = step.together(), channels = config_.channels(), taps = config_.taps;
-  const gemm::StepOps& ops = gemm::step_ops();
+  const ChannelConvolution convolution{config_.weight, nullptr, config_.channels(), config_.taps, false};
   const runtime::Session session;
-  const int blocks = (channels + kChannels - 1) / kChannels;
-  for (int first_row = 0; first_row < step.batch; first_row += rows)
-    each(*session, product(rows, channels, taps) < kSerialProducts / 4, rows * blocks, [&](int index, int) {
-      const int row = index / blocks, first = index % blocks * kChannels, count = std::min(kChannels, channels - first);
-      const size_t at = product(first, taps), state = product(row, channels, taps) + at;
-      ops.convolve(mixed + product(first_row + row, channels) + first,
-                   static_cast<std::byte*>(cache.first.data) + state * step.width(),
-                   static_cast<const std::byte*>(config_.weight) + at * step.width(), nullptr, count, taps, false,
-                   step.dtype);
-    });
+  for (int row = 0; row < step.batch; row += step.together())
+    convolution.advance(*session, mixed + product(row, convolution.channels), step.together(), cache.first);
 }
 
 }  // namespace ktinject::attention

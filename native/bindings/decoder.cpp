@@ -205,13 +205,19 @@ void def_state(nb::module_& m) {
 void init_gated_delta(attention::GatedDelta* self, const gemm::Linear& qkv, const gemm::Linear& ba,
                       const gemm::Linear* z, const gemm::Linear* a, const gemm::Linear& o, const Input& taps,
                       const FloatVector& a_log, const FloatVector& dt_bias, const HeldNorm& norm, int key_heads,
-                      int value_heads, int key_size, int value_size) {
+                      int value_heads, int key_size, int value_size, const gemm::Linear* k, const gemm::Linear* v,
+                      const gemm::Linear* z_low, const gemm::Linear* a_low, bool by_channels) {
   attention::GatedDeltaConfig config;
   config.qkv = &qkv;
   config.ba = &ba;
   config.z = z;
   config.a = a;
   config.o = &o;
+  config.k = k;
+  config.v = v;
+  config.z_low = z_low;
+  config.a_low = a_low;
+  config.by_channels = by_channels;
   config.taps_weight = taps.data();
   config.taps = size_of(taps.shape(1), "taps");
   config.a_log = a_log.data();
@@ -222,12 +228,14 @@ void init_gated_delta(attention::GatedDelta* self, const gemm::Linear& qkv, cons
   config.key_size = key_size;
   config.value_size = value_size;
   if ((z == nullptr) != (a == nullptr)) throw std::invalid_argument("gated delta rule: z and a belong together");
-  for (const FloatVector* one : {&a_log, &dt_bias})
-    if (one->shape(0) != static_cast<size_t>(value_heads))
-      throw std::invalid_argument("gated delta rule: one a_log and one dt_bias a head of values are needed");
-  if (taps.shape(0) != static_cast<size_t>(config.channels()) || taps.dtype() != norm.weight.dtype())
+  if (a_log.shape(0) != static_cast<size_t>(value_heads) || dt_bias.shape(0) != static_cast<size_t>(config.decays()))
+    throw std::invalid_argument("gated delta rule: one a_log and one dt_bias a head of values are needed, or by " +
+                                std::string("channels one dt_bias each"));
+  if (taps.shape(0) != static_cast<size_t>(config.channels()) || (!by_channels && taps.dtype() != norm.weight.dtype()))
     throw std::invalid_argument("gated delta rule: the convolution must be [" + std::to_string(config.channels()) +
                                 ", taps] of the norm's dtype");
+  if (by_channels && dtype_of(norm.weight.dtype(), "norm") != DType::f32)
+    throw std::invalid_argument("gated delta rule: by channels, the norm's weight must be fp32");
   new (self) attention::GatedDelta(config);
 }
 
@@ -236,9 +244,11 @@ void def_gated_delta(nb::module_& m) {
       .def("__init__", &init_gated_delta, nb::kw_only(), nb::arg("qkv"), nb::arg("ba"), nb::arg("z").none(),
            nb::arg("a").none(), nb::arg("o"), nb::arg("taps"), nb::arg("a_log"), nb::arg("dt_bias"), nb::arg("norm"),
            nb::arg("key_heads"), nb::arg("value_heads"), nb::arg("key_size"), nb::arg("value_size"),
-           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(),
-           nb::keep_alive<1, 10>());
+           nb::arg("k") = nb::none(), nb::arg("v") = nb::none(), nb::arg("z_low") = nb::none(),
+           nb::arg("a_low") = nb::none(), nb::arg("by_channels") = false, nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
+           nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(),
+           nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>());
 }
 
 void def_short_convolution(nb::module_& m) {
@@ -362,6 +372,9 @@ void def_feed_forward(nb::module_& m) {
       .def(nb::init<const gemm::Linear&, const gemm::Linear*, const gemm::Linear&>(), nb::arg("gate"),
            nb::arg("up").none(), nb::arg("down"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
            nb::keep_alive<1, 4>());
+  nb::class_<decode::PlainUnit, decode::FeedForward>(m, "PlainUnit", "down(relu(up(x))²).")
+      .def(nb::init<const gemm::Linear&, const gemm::Linear&>(), nb::arg("up"), nb::arg("down"), nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>());
   nb::class_<decode::Mixture, decode::FeedForward>(m, "Mixture",
                                                    "Router and routed experts, maybe with a unit beside them.")
       .def(
@@ -369,14 +382,16 @@ void def_feed_forward(nb::module_& m) {
           [](decode::Mixture* self, const gemm::Linear* router, std::optional<FloatMatrix> weight,
              const std::string& scores, std::optional<FloatVector> correction, int top_k, int groups, int top_groups,
              bool normed, float factor, bool rounds_logits, bool rounds_scores, bool rounds_weights,
-             const moe::Experts& experts, decode::FeedForward* shared, std::optional<Input> gate) {
-            if (gate && (gate->shape(0) != 1 || gate->shape(1) != static_cast<size_t>(experts.config().hidden_size)))
+             const moe::Experts& experts, decode::FeedForward* shared, std::optional<Input> gate,
+             const gemm::Linear* narrow_in, const gemm::Linear* narrow_out) {
+            const auto hidden = static_cast<size_t>(narrow_in == nullptr ? experts.config().hidden_size
+                                                                         : narrow_in->config().in_features);
+            if (gate && (gate->shape(0) != 1 || gate->shape(1) != hidden))
               throw std::invalid_argument("the shared experts' gate must be [1, hidden]");
             decode::RouterConfig config;
             config.linear = router;
             if (weight) {
-              if (weight->shape(0) != static_cast<size_t>(experts.config().experts) ||
-                  weight->shape(1) != static_cast<size_t>(experts.config().hidden_size))
+              if (weight->shape(0) != static_cast<size_t>(experts.config().experts) || weight->shape(1) != hidden)
                 throw std::invalid_argument("router: the weight must be [experts, hidden]");
               config.weight = weight->data();
             }
@@ -395,14 +410,15 @@ void def_feed_forward(nb::module_& m) {
             config.rounds_logits = rounds_logits;
             config.rounds_scores = rounds_scores;
             config.rounds_weights = rounds_weights;
-            new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr);
+            new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr, {narrow_in, narrow_out});
           },
           nb::kw_only(), nb::arg("router").none(), nb::arg("weight") = nb::none(), nb::arg("scores"),
           nb::arg("correction").none(), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"),
           nb::arg("factor"), nb::arg("rounds_logits"), nb::arg("rounds_scores"), nb::arg("rounds_weights"),
-          nb::arg("experts"), nb::arg("shared").none(), nb::arg("gate").none(), nb::keep_alive<1, 2>(),
-          nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(),
-          nb::keep_alive<1, 16>());
+          nb::arg("experts"), nb::arg("shared").none(), nb::arg("gate").none(), nb::arg("narrow_in") = nb::none(),
+          nb::arg("narrow_out") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(),
+          nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(),
+          nb::keep_alive<1, 18>());
 }
 
 void def_decoder(nb::module_& m) {
@@ -417,17 +433,22 @@ void def_decoder(nb::module_& m) {
           nb::arg("hidden"), nb::arg("dtype"))
       .def(
           "add",
-          [](decode::Decoder& self, const HeldNorm& before_attention, attention::DecoderAttention& attention,
-             const HeldNorm& before_feed_forward, decode::FeedForward& unit, float residual) {
-            for (const HeldNorm* held : {&before_attention, &before_feed_forward})
-              if (dtype_of(held->weight.dtype(), "norm") != self.dtype())
+          [](decode::Decoder& self, const HeldNorm* before_attention, attention::DecoderAttention* attention,
+             const HeldNorm* before_feed_forward, decode::FeedForward* unit, float residual,
+             const HeldNorm* behind_attention, const HeldNorm* behind_feed_forward) {
+            for (const HeldNorm* held : {before_attention, before_feed_forward, behind_attention, behind_feed_forward})
+              if (held != nullptr && dtype_of(held->weight.dtype(), "norm") != self.dtype())
                 throw std::invalid_argument("a layer's norm must be of the model's dtype");
-            self.add(before_attention.norm, attention, before_feed_forward.norm, unit, residual);
+            self.add({norm_of(before_attention), norm_of(behind_attention), attention, norm_of(before_feed_forward),
+                      norm_of(behind_feed_forward), unit, residual});
           },
-          nb::arg("before_attention"), nb::arg("attention"), nb::arg("before_feed_forward"), nb::arg("feed_forward"),
-          nb::arg("residual") = 1.0f, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          nb::keep_alive<1, 5>(), nb::call_guard<WithoutGil>(),
-          "Add a layer. residual: what is added to its input is multiplied with it.")
+          nb::arg("before_attention").none(), nb::arg("attention").none(), nb::arg("before_feed_forward").none(),
+          nb::arg("feed_forward").none(), nb::arg("residual") = 1.0f, nb::arg("behind_attention") = nb::none(),
+          nb::arg("behind_feed_forward") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
+          nb::call_guard<WithoutGil>(),
+          "Add a layer of attention, a feed-forward part or both, with the norms of what they take and give that there "
+          "are. residual: what is added to its input is multiplied with it.")
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
            nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
            nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(), nb::arg("out"),

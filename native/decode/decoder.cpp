@@ -16,17 +16,21 @@ constexpr int kMostRows = (1 << 14) - 1;
 
 }  // namespace
 
-void Decoder::add(const attention::Norm& before_attention, const attention::DecoderAttention& attention,
-                  const attention::Norm& before_feed_forward, const FeedForward& unit, float residual) {
+void Decoder::add(const LayerConfig& layer) {
   const std::string width = std::to_string(hidden_) + " values";
-  for (const attention::Norm& norm : {before_attention, before_feed_forward})
-    if (norm.weight == nullptr || norm.size != hidden_)
+  for (const attention::Norm& norm :
+       {layer.before_attention, layer.behind_attention, layer.before_feed_forward, layer.behind_feed_forward})
+    if (norm.weight != nullptr && norm.size != hidden_)
       throw std::invalid_argument("a layer's norm must be one of " + width);
-  if (!attention.fits(hidden_)) throw std::invalid_argument("attention: expected " + width + " in and out");
-  if (!unit.fits(hidden_)) throw std::invalid_argument("feed-forward: expected " + width + " in and out");
+  if (layer.attention == nullptr && layer.feed_forward == nullptr)
+    throw std::invalid_argument("a layer needs attention or a feed-forward part");
+  if (layer.attention != nullptr && !layer.attention->fits(hidden_))
+    throw std::invalid_argument("attention: expected " + width + " in and out");
+  if (layer.feed_forward != nullptr && !layer.feed_forward->fits(hidden_))
+    throw std::invalid_argument("feed-forward: expected " + width + " in and out");
   const std::lock_guard turn(turn_);
   auto longer = std::make_shared<Layers>(*layers_);  // steps under way keep the shorter one
-  longer->push_back({before_attention, &attention, before_feed_forward, &unit, residual});
+  longer->push_back(layer);
   layers_ = std::move(longer);
 }
 
@@ -38,7 +42,8 @@ std::shared_ptr<const Decoder::Layers> Decoder::layers_for(const std::vector<att
 
 void Decoder::keep(const std::vector<attention::LayerCache>& caches, int kept) const {
   const auto layers = layers_for(caches);
-  for (size_t i = 0; i < layers->size(); ++i) (*layers)[i].attention->keep(caches[i], kept);
+  for (size_t i = 0; i < layers->size(); ++i)
+    if ((*layers)[i].attention != nullptr) (*layers)[i].attention->keep(caches[i], kept);
 }
 
 void Decoder::forward(const void* x, const attention::Step& step, const std::vector<attention::LayerCache>& caches,
@@ -55,11 +60,16 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
   const runtime::Scratch memory(arrays.count());
   float *stream = memory + stream_at, *normed = memory + normed_at, *out = memory + out_at;
   gemm::vector_ops().widen(x, step.dtype, 1, count, stream);
-  auto norm_all = [&](const attention::Norm& norm) {
-    for (int row = 0; row < step.batch; ++row)
-      ops.rms_norm(stream + row * hidden_, norm, step.dtype, normed + row * hidden_);
+  auto norm_all = [&](const attention::Norm& norm, const float* from, float* to) {
+    for (int row = 0; row < step.batch; ++row) ops.rms_norm(from + row * hidden_, norm, step.dtype, to + row * hidden_);
   };
-  auto add = [&](float factor) {
+  auto before = [&](const attention::Norm& norm) -> const float* {
+    if (norm.weight == nullptr) return stream;
+    norm_all(norm, stream, normed);
+    return normed;
+  };
+  auto add = [&](const attention::Norm& behind, float factor) {
+    if (behind.weight != nullptr) norm_all(behind, out, out);
     if (factor != 1.0f) {
       for (int n = 0; n < count; ++n) out[n] *= factor;
       ops.round(out, count, step.dtype);
@@ -67,15 +77,17 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
     ops.add(stream, out, count, step.dtype);
   };
   for (int i = first; i < last; ++i) {
-    const Layer& layer = (*layers)[static_cast<size_t>(i)];
-    norm_all(layer.before_attention);
-    layer.attention->forward(normed, step, caches[static_cast<size_t>(i)], out);
-    add(layer.residual);
-    norm_all(layer.before_feed_forward);
-    layer.feed_forward->forward(normed, step.dtype, step.batch, step.live, out);
-    add(layer.residual);
+    const LayerConfig& layer = (*layers)[static_cast<size_t>(i)];
+    if (layer.attention != nullptr) {
+      layer.attention->forward(before(layer.before_attention), step, caches[static_cast<size_t>(i)], out);
+      add(layer.behind_attention, layer.residual);
+    }
+    if (layer.feed_forward != nullptr) {
+      layer.feed_forward->forward(before(layer.before_feed_forward), step.dtype, step.batch, step.live, out);
+      add(layer.behind_feed_forward, layer.residual);
+    }
   }
-  if (final_norm.weight != nullptr) norm_all(final_norm);
+  if (final_norm.weight != nullptr) norm_all(final_norm, stream, normed);
   ops.store(final_norm.weight == nullptr ? stream : normed, count, step.dtype, y);
 }
 

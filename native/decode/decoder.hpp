@@ -3,8 +3,10 @@
 // At one token a layer's matrix products take tens of microseconds, and twenty small tensor operations around them
 // take longer. Here they are loops over a few thousand values, done by the caller or, where it pays, by the pool.
 //
-//   x += residual * attention(norm(x))        attention: GroupedAttention or LatentAttention
-//   x += residual * feed_forward(norm(x))     feed_forward: GatedUnit, or Mixture with one beside it
+//   x += residual * norm(attention(norm(x)))        attention: GroupedAttention or LatentAttention
+//   x += residual * norm(feed_forward(norm(x)))     feed_forward: GatedUnit, PlainUnit, or Mixture with one beside it
+//
+// Either line may be missing, and each of the norms.
 //
 // Weights belong to others: packed ones to Linear and Experts, the rest to the model. A decoder only points to them.
 #pragma once
@@ -41,6 +43,17 @@ class GatedUnit final : public FeedForward {
   const gemm::Linear &gate_, *up_, &down_;
 };
 
+// down(relu(up(x))²)
+class PlainUnit final : public FeedForward {
+ public:
+  PlainUnit(const gemm::Linear& up, const gemm::Linear& down);
+  bool fits(int hidden) const override;
+  void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
+
+ private:
+  const gemm::Linear &up_, &down_;
+};
+
 enum class Scores { softmax, sigmoid };
 
 // Chooses a token's experts as transformers' routers do.
@@ -58,11 +71,17 @@ struct RouterConfig {
   bool rounds_logits = false, rounds_scores = false, rounds_weights = false;
 };
 
+// Linear layers around experts that are narrower than the model: to their width and back.
+struct Narrow {
+  const gemm::Linear *in = nullptr, *out = nullptr;
+};
+
 // Router and routed experts; added to them, where it is given, what `shared` makes of all tokens, times sigmoid(gate ·
 // x) where there is a gate [hidden] of the model's dtype.
 class Mixture final : public FeedForward {
  public:
-  Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate = nullptr);
+  Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate = nullptr,
+          Narrow narrow = {});
   bool fits(int hidden) const override;
   void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
 
@@ -70,19 +89,33 @@ class Mixture final : public FeedForward {
   // [batch, experts] of x
   void score(const float* x, int batch, float* logits) const;
   void choose(float* logits, int32_t* ids, float* weights, DType dtype) const;
+  // out [batch, hidden], rounded; ids and weights [batch, top_k]
+  void run_experts(const float* x, const int32_t* ids, const float* weights, DType dtype, int batch, float* out) const;
+  int hidden() const {
+    return narrow_.in == nullptr ? experts_.config().hidden_size : narrow_.in->config().in_features;
+  }
 
   RouterConfig router_;
   const moe::Experts& experts_;
   const FeedForward* shared_;
   const void* gate_;
+  Narrow narrow_;
+};
+
+// One part of a layer or both; each with the norms of its input and output that there are.
+struct LayerConfig {
+  attention::Norm before_attention, behind_attention;
+  const attention::DecoderAttention* attention = nullptr;
+  attention::Norm before_feed_forward, behind_feed_forward;
+  const FeedForward* feed_forward = nullptr;
+  float residual = 1;
 };
 
 class Decoder {
  public:
   Decoder(int hidden, DType dtype) : hidden_(hidden), dtype_(dtype) {}
 
-  void add(const attention::Norm& before_attention, const attention::DecoderAttention& attention,
-           const attention::Norm& before_feed_forward, const FeedForward& unit, float residual = 1);
+  void add(const LayerConfig& layer);
   int hidden() const { return hidden_; }
   DType dtype() const { return dtype_; }
 
@@ -94,14 +127,7 @@ class Decoder {
   void keep(const std::vector<attention::LayerCache>& caches, int kept) const;
 
  private:
-  struct Layer {
-    attention::Norm before_attention;
-    const attention::DecoderAttention* attention;
-    attention::Norm before_feed_forward;
-    const FeedForward* feed_forward;
-    float residual;
-  };
-  using Layers = std::vector<Layer>;
+  using Layers = std::vector<LayerConfig>;
   std::shared_ptr<const Layers> layers_for(const std::vector<attention::LayerCache>& caches) const;
   int hidden_;
   DType dtype_;

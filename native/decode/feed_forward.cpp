@@ -69,8 +69,33 @@ void GatedUnit::forward(const float* x, DType dtype, int batch, const uint8_t* /
   ops.round(out, batch * down_.config().out_features, dtype);
 }
 
-Mixture::Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate)
-    : router_(router), experts_(experts), shared_(shared), gate_(gate) {
+PlainUnit::PlainUnit(const gemm::Linear& up, const gemm::Linear& down) : up_(up), down_(down) {
+  if (up.config().out_features != down.config().in_features)
+    throw std::invalid_argument("feed-forward: up and down do not fit together");
+}
+
+bool PlainUnit::fits(int hidden) const {
+  return up_.config().in_features == hidden && down_.config().out_features == hidden;
+}
+
+void PlainUnit::forward(const float* x, DType dtype, int batch, const uint8_t* /*live*/, float* out) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int count = batch * down_.config().in_features;
+  runtime::Arrays arrays;
+  const size_t inner_at = arrays.take(static_cast<size_t>(count));
+  const runtime::Scratch memory(arrays.count());
+  float* inner = memory + inner_at;
+  up_.forward(x, DType::f32, batch, inner);
+  ops.round(inner, count, dtype);
+  for (int i = 0; i < count; ++i) inner[i] = inner[i] < 0.0f ? 0.0f : inner[i] * inner[i];  // NaN stays NaN
+  ops.round(inner, count, dtype);
+  down_.forward(inner, DType::f32, batch, out);
+  ops.round(out, batch * down_.config().out_features, dtype);
+}
+
+Mixture::Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate,
+                 Narrow narrow)
+    : router_(router), experts_(experts), shared_(shared), gate_(gate), narrow_(narrow) {
   const int count = experts.config().experts;
   if ((router_.linear == nullptr) == (router_.weight == nullptr))
     throw std::invalid_argument("router: either a linear layer or a weight is needed");
@@ -82,16 +107,23 @@ Mixture::Mixture(RouterConfig router, const moe::Experts& experts, const FeedFor
       router_.top_groups > router_.groups || count / router_.groups < (router_.groups > 1 ? 2 : 1) ||
       router_.top_k > count / router_.groups * router_.top_groups)
     throw std::invalid_argument("router: its groups do not fit its experts");
+  const int width = experts.config().hidden_size;
+  if ((narrow.in == nullptr) != (narrow.out == nullptr) ||
+      (narrow.in != nullptr &&
+       (narrow.in->config().out_features != width || narrow.out->config().in_features != width)))
+    throw std::invalid_argument("experts: what leads to them and back must have their " + std::to_string(width) +
+                                " values");
 }
 
 bool Mixture::fits(int hidden) const {
-  return (router_.linear == nullptr || router_.linear->config().in_features == hidden) &&
-         experts_.config().hidden_size == hidden && (shared_ == nullptr || shared_->fits(hidden));
+  return (router_.linear == nullptr || router_.linear->config().in_features == hidden) && this->hidden() == hidden &&
+         (narrow_.out == nullptr || narrow_.out->config().out_features == hidden) &&
+         (shared_ == nullptr || shared_->fits(hidden));
 }
 
 void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const {
   const gemm::StepOps& ops = gemm::step_ops();
-  const int count = experts_.config().experts, hidden = experts_.config().hidden_size, top_k = router_.top_k;
+  const int count = experts_.config().experts, hidden = this->hidden(), top_k = router_.top_k;
   runtime::Arrays arrays;
   const size_t logits_at = arrays.take(static_cast<size_t>(batch * count)),
                weights_at = arrays.take(static_cast<size_t>(batch * top_k)),
@@ -105,8 +137,7 @@ void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* liv
     choose(logits + row * count, ids + row * top_k, weights + row * top_k, dtype);
     if (live != nullptr && live[row] == 0) std::fill_n(ids + row * top_k, top_k, -1);
   }
-  experts_.forward(x, DType::f32, ids, weights, batch, top_k, out);
-  ops.round(out, batch * hidden, dtype);
+  run_experts(x, ids, weights, dtype, batch, out);
   if (shared_ == nullptr) return;
   shared_->forward(x, dtype, batch, live, beside);
   for (int row = 0; gate_ != nullptr && row < batch; ++row) {
@@ -121,10 +152,30 @@ void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* liv
   ops.add(out, beside, batch * hidden, dtype);
 }
 
+void Mixture::run_experts(const float* x, const int32_t* ids, const float* weights, DType dtype, int batch,
+                          float* out) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int width = experts_.config().hidden_size, count = batch * width, top_k = router_.top_k;
+  if (narrow_.in == nullptr) {
+    experts_.forward(x, DType::f32, ids, weights, batch, top_k, out);
+    return ops.round(out, count, dtype);
+  }
+  runtime::Arrays arrays;
+  const size_t given_at = arrays.take(static_cast<size_t>(count)), found_at = arrays.take(static_cast<size_t>(count));
+  const runtime::Scratch memory(arrays.count());
+  float *given = memory + given_at, *found = memory + found_at;
+  narrow_.in->forward(x, DType::f32, batch, given);
+  ops.round(given, count, dtype);
+  experts_.forward(given, DType::f32, ids, weights, batch, top_k, found);
+  ops.round(found, count, dtype);
+  narrow_.out->forward(found, DType::f32, batch, out);
+  ops.round(out, batch * hidden(), dtype);
+}
+
 void Mixture::score(const float* x, int batch, float* logits) const {
   if (router_.linear != nullptr) return router_.linear->forward(x, DType::f32, batch, logits);
   const gemm::StepOps& ops = gemm::step_ops();
-  const int count = experts_.config().experts, hidden = experts_.config().hidden_size;
+  const int count = experts_.config().experts, hidden = this->hidden();
   const runtime::Session session;
   const int blocks = (count + kExpertsOfTask - 1) / kExpertsOfTask;
   const bool serial = attention::product(batch, count, hidden) < attention::kSerialProducts;

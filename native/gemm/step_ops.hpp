@@ -59,13 +59,15 @@ struct Norm {
   bool rounds_first = true;  // the normed values are rounded before they are multiplied with the weight
 };
 
-// A head's step by the gated delta rule: S = decay * S; S += k (beta (v - k S)); out = q S. All in fp32.
+// A head's step by the gated delta rule: S = decay * S; S += k (beta (v - k S)); out = q S. All in fp32. With `decays`,
+// each row of S has its own.
 struct DeltaRule {
   const float* q = nullptr;  // [keys]
   const float* k = nullptr;  // [keys]
   const float* v = nullptr;  // [values]
   float decay = 1, beta = 1;
-  float* state = nullptr;  // [keys, values], its rows `stride` apart
+  const float* decays = nullptr;  // [keys], or null
+  float* state = nullptr;         // [keys, values], its rows `stride` apart
   int keys = 0, values = 0, stride = 0;
   float* out = nullptr;  // [values]
 };

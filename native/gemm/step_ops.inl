@@ -214,18 +214,19 @@ static void delta_rule(const DeltaRule& rule) {
   constexpr int kVectors = 4, kTogether = kVectors * kVector;
   const int n = rule.values;
   const size_t stride = static_cast<size_t>(rule.stride);
+  auto decay = [&](int row) { return rule.decays == nullptr ? rule.decay : rule.decays[row]; };
   int first = 0;
   for (; first + kTogether <= n; first += kTogether) {
     float* column = rule.state + first;
     Vector found[kVectors] = {}, sums[kVectors] = {};
     for (int i = 0; i < rule.keys; ++i)
       for (int t = 0; t < kVectors; ++t)
-        found[t] += vector_of(column + static_cast<size_t>(i) * stride + t * kVector) * rule.decay * rule.k[i];
+        found[t] += vector_of(column + static_cast<size_t>(i) * stride + t * kVector) * decay(i) * rule.k[i];
     for (int t = 0; t < kVectors; ++t) found[t] = (vector_of(rule.v + first + t * kVector) - found[t]) * rule.beta;
     for (int i = 0; i < rule.keys; ++i)
       for (int t = 0; t < kVectors; ++t) {
         float* values = column + static_cast<size_t>(i) * stride + t * kVector;
-        const Vector state = vector_of(values) * rule.decay + found[t] * rule.k[i];
+        const Vector state = vector_of(values) * decay(i) + found[t] * rule.k[i];
         put_vector(values, state);
         sums[t] += state * rule.q[i];
       }
@@ -234,11 +235,10 @@ static void delta_rule(const DeltaRule& rule) {
   for (; first < n; ++first) {
     float found = 0.0f, sum = 0.0f;
     float* column = rule.state + first;
-    for (int i = 0; i < rule.keys; ++i) found += column[static_cast<size_t>(i) * stride] * rule.decay * rule.k[i];
+    for (int i = 0; i < rule.keys; ++i) found += column[static_cast<size_t>(i) * stride] * decay(i) * rule.k[i];
     found = (rule.v[first] - found) * rule.beta;
     for (int i = 0; i < rule.keys; ++i) {
-      column[static_cast<size_t>(i) * stride] =
-          column[static_cast<size_t>(i) * stride] * rule.decay + found * rule.k[i];
+      column[static_cast<size_t>(i) * stride] = column[static_cast<size_t>(i) * stride] * decay(i) + found * rule.k[i];
       sum += column[static_cast<size_t>(i) * stride] * rule.q[i];
     }
     rule.out[first] = sum;

@@ -354,7 +354,11 @@ struct Step {
     router.top_k = 2;
     mixture = std::make_unique<Mixture>(router, *experts, nullptr);
     const Norm norm{ones.data(), kHidden, 1e-6f};
-    decoder.add(norm, *attention, norm, *mixture);
+    LayerConfig layer;
+    layer.before_attention = layer.before_feed_forward = norm;
+    layer.attention = attention.get();
+    layer.feed_forward = mixture.get();
+    decoder.add(layer);
   }
 
   // What a step gives for one token, and the token chosen from that.

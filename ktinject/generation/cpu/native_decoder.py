@@ -192,8 +192,8 @@ class NativeDecoder:
 
     def _cache_of(self, cache: KVBucket) -> Any:
         if cache not in self._caches:
-            tensors = [tensors_of(layer) for layer in cache.layers]
-            # A convolution has its last inputs alone.
+            # Of a layer that keeps nothing, one that nobody reads. A convolution has its last inputs alone.
+            tensors = [tensors_of(layer) or (torch.empty(1, 1, 1),) for layer in cache.layers]
             self._caches[cache] = _native.DecoderCache(
                 [one[0] for one in tensors], [one[-1] for one in tensors]
             )

@@ -74,7 +74,7 @@ def _tried_out() -> Iterator[list[Any]]:
         raise UnknownLayer(f"what it embeds cannot be tried out: {type(error).__name__}: {error}") from error
 
 
-def read_as(model: Any, path: str, vocabulary: int) -> Tensor | None:
+def read_as(model: Any, path: str, name: str, vocabulary: int) -> Tensor | None:
     """The ids that a model of text and images embeds for all ids of text; None: those that it is given.
 
     Kimi-K2.5, for one, reads the ids that stand for images as 0 before it puts the images there.
@@ -89,8 +89,8 @@ def read_as(model: Any, path: str, vocabulary: int) -> Tensor | None:
         raise _Reached(kwargs.get("inputs_embeds"))
 
     module: Any = model.get_submodule(path)
-    stub = _standing_in(module.embed_tokens, embed)
-    language = twin.of(module, {"embed_tokens": stub}, hooks=False)
+    stub = _standing_in(module.get_submodule(name), embed)
+    language = twin.of(module, {name: stub}, hooks=False)
     vars(language)["forward"] = stop
     ids = torch.arange(vocabulary)[None]
     with _tried_out() as reached, torch.no_grad():
@@ -106,8 +106,8 @@ def read_as(model: Any, path: str, vocabulary: int) -> Tensor | None:
     return None if torch.equal(read, ids[0]) else read
 
 
-def embedding_scale(module: nn.Module) -> Scale:
-    """What the module that owns embeddings and layers multiplies embeddings with before its first layer.
+def embedding_scale(module: nn.Module, name: str) -> Scale:
+    """What the module that owns embeddings, under this name, and layers multiplies them with before its first layer.
 
     Raises  UnknownLayer where it makes something else of them, or cannot be tried out
     """
@@ -117,9 +117,9 @@ def embedding_scale(module: nn.Module) -> Scale:
         raise _Reached(args[0] if args else kwargs.get("hidden_states"))
 
     layers: Any = module.get_submodule("layers")
-    embed = _standing_in(module.get_submodule("embed_tokens"), lambda ids: given)
+    embed = _standing_in(module.get_submodule(name), lambda ids: given)
     first = twin.of(layers, {"0": _standing_in(layers[0], stop)}, hooks=False)
-    changed = twin.of(module, {"embed_tokens": embed, "layers": first}, hooks=False)
+    changed = twin.of(module, {name: embed, "layers": first}, hooks=False)
     with _tried_out() as reached, twin.on_cpu():
         twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
     found = next(iter(reached), None)

@@ -21,7 +21,7 @@ def feed_forward(
     if isinstance(spec, OtherFeedForward):
         raise UnknownLayer(spec.reason)
     if isinstance(spec, DenseSpec):
-        return _gated_unit(module, spec.names)
+        return _unit(module, spec)
     chosen = spec.router
     holder = module.get_submodule(chosen.path.rpartition(".")[0])
     router = child_of(holder, chosen.path.rpartition(".")[2], nn.Module)
@@ -40,10 +40,10 @@ def feed_forward(
         rounds_scores=chosen.rounds_scores,
         rounds_weights=chosen.rounds,
         experts=child_of(holder, spec.experts.rpartition(".")[2], CpuExperts).native,
-        shared=None
-        if spec.shared is None
-        else _gated_unit(module.get_submodule(spec.shared.path), spec.shared.names),
+        shared=None if spec.shared is None else _unit(module.get_submodule(spec.shared.path), spec.shared),
         gate=None if spec.shared_gate is None else _gate(module.get_submodule(spec.shared_gate), dtype),
+        narrow_in=linear(module, spec.narrow[0]) if spec.narrow else None,
+        narrow_out=linear(module, spec.narrow[1]) if spec.narrow else None,
     )
 
 
@@ -74,6 +74,8 @@ def _gate(module: Any, dtype: torch.dtype) -> Tensor:
     return weight
 
 
-def _gated_unit(module: Any, names: tuple[str, ...]) -> Any:
-    gate, *up, down = (linear(module, name) for name in names)
-    return _native.GatedUnit(gate, up[0] if up else None, down)
+def _unit(module: Any, spec: DenseSpec) -> Any:
+    first, *up, down = (linear(module, name) for name in spec.names)
+    if not spec.has_gate:
+        return _native.PlainUnit(first, down)
+    return _native.GatedUnit(first, up[0] if up else None, down)

@@ -17,8 +17,14 @@ from ktinject.generation.cache_layers import LayerKind, kinds_of
 from ktinject.generation.cpu import native_ends
 from ktinject.generation.cpu.native_feed_forward import feed_forward
 from ktinject.generation.cpu.native_parts import UnknownLayer, child_of, known, linear, norm, wide
-from ktinject.generation.layer_spec import GatedDeltaSpec, GroupedAttentionSpec, LatentAttentionSpec
-from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
+from ktinject.generation.cpu.native_states import state_twin
+from ktinject.generation.layer_spec import (
+    AttentionSpec,
+    GroupedAttentionSpec,
+    LatentAttentionSpec,
+    NormSpec,
+    StateSpec,
+)
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_linear import CpuLinear
 
@@ -28,7 +34,10 @@ LAST_PLACE = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-1
 
 # How transformers computes attention, and so what masks it makes, in models that are served.
 _ATTENTION = ("sdpa", "eager")
-_WITH_STATES = (GatedDeltaSpec, Mamba2Spec, ShortConvolutionSpec)
+# What the module that owns a model's layers calls its embeddings, rotary embedding and last norm.
+_EMBEDDINGS = ("embed_tokens", "embeddings")
+_ROTARIES = ("rotary_emb", "pos_emb")
+_LAST_NORMS = ("norm", "embedding_norm", "norm_f")
 
 
 class NativeLayers:
@@ -46,17 +55,17 @@ class NativeLayers:
         # Of a model of text and images, the part that a step of text runs; else the model without its output layer.
         self.path = native_ends.language_path(model)
         self.module = model.get_submodule(self.path)
-        self.embed = child_of(self.module, "embed_tokens", nn.Embedding, "the model")
+        held = {name for name, _ in self.module.named_children()}
+        embed, rotary, last = (
+            next((name for name in names if name in held), names[0])
+            for names in (_EMBEDDINGS, _ROTARIES, _LAST_NORMS)
+        )
+        self.embed = child_of(self.module, embed, nn.Embedding, "the model")
         self.layers = child_of(self.module, "layers", nn.ModuleList, "the model")
-        rotary = "pos_emb" if hasattr(self.module, "pos_emb") else "rotary_emb"
-        # None of a model that does without; that it has no such attribute may mean that it calls it otherwise.
-        has_none = hasattr(self.module, rotary) and getattr(self.module, rotary) is None
-        self.rotary = None if has_none else child_of(self.module, rotary, nn.Module, "the model")
         child_of(model, "lm_head", nn.Module, "the model")
-        last = "embedding_norm" if hasattr(self.module, "embedding_norm") else "norm"
-        extra = {name for name, _ in self.module.named_children()} - {"embed_tokens", "layers", rotary, last}
-        if extra:
+        if extra := held - {embed, "layers", rotary, last}:
             raise UnknownLayer(f"the model also holds {', '.join(sorted(extra))}")
+        self.rotary = child_of(self.module, rotary, nn.Module, "the model") if rotary in held else None
         weight = self.embed.weight
         if weight.dtype not in LAST_PLACE:
             raise UnknownLayer(f"the model is {weight.dtype}")
@@ -69,12 +78,12 @@ class NativeLayers:
             raise UnknownLayer(f"its cache has {len(self.kinds)} layers, the model {len(self.layers)}")
         for index, (layer, kind) in enumerate(zip(self.layers, self.kinds)):
             try:
-                self.decoder.add(*_layer(layer, kind, weight.dtype, self.copies))
+                self.decoder.add(**_layer(layer, kind, weight.dtype, self.copies))
             except (UnknownLayer, ValueError) as error:
                 raise UnknownLayer(f"layer {index}: {error}") from None
         self.masks = known(masks.of_model(model))
-        self._read_as = native_ends.read_as(model, self.path, self.embed.num_embeddings)
-        self._embedding_scale = native_ends.embedding_scale(self.module)
+        self._read_as = native_ends.read_as(model, self.path, embed, self.embed.num_embeddings)
+        self._embedding_scale = native_ends.embedding_scale(self.module, embed)
         self._logits_scale = native_ends.logits_scale(model)
         self._frequencies = getattr(self.rotary, "inv_freq", torch.empty(0)).shape[-1]
         self._axes = 0
@@ -126,33 +135,51 @@ class NativeLayers:
 
 def _layer(
     layer: nn.Module, kind: LayerKind, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
-) -> tuple[Any, Any, Any, Any, float]:
+) -> dict[str, Any]:
     """What `_native.Decoder.add` takes for a layer."""
     spec = known(layer_spec.of_layer(layer))
-    attention: Any = layer.get_submodule(spec.attention.path)
-    if isinstance(spec.attention, _WITH_STATES) != kind.is_state or kind.indexed:
-        raise UnknownLayer(f"its cache is not what a {type(attention).__name__} needs")
+
+    def norm_of(found: NormSpec | None) -> Any:
+        return None if found is None else norm(found, layer, dtype)
+
+    unit = spec.feed_forward
+    return {
+        "before_attention": norm_of(spec.input_norm),
+        "attention": _attention(spec.attention, layer, kind, dtype, copies),
+        "behind_attention": norm_of(spec.attention_behind),
+        "before_feed_forward": norm_of(spec.post_attention_norm),
+        "feed_forward": None
+        if unit is None
+        else feed_forward(unit, layer.get_submodule(unit.path), dtype, copies),
+        "behind_feed_forward": norm_of(spec.feed_forward_behind),
+        "residual": spec.residual,
+    }
+
+
+def _attention(
+    spec: AttentionSpec | StateSpec | None,
+    layer: nn.Module,
+    kind: LayerKind,
+    dtype: torch.dtype,
+    copies: list[tuple[Tensor, Tensor]],
+) -> Any:
+    """The twin of a layer's attention, or of what has its place; None: there is none, and nothing is kept."""
+    attends = isinstance(spec, AttentionSpec)
+    if attends == kind.is_state or kind.indexed:
+        what = "layer without attention" if spec is None else type(layer.get_submodule(spec.path)).__name__
+        raise UnknownLayer(f"its cache is not what a {what} needs")
     if kind.is_chunked:
         raise UnknownLayer("its attention is chunked")
-    if isinstance(spec.attention, GatedDeltaSpec):
-        native = _delta(spec.attention, attention, dtype, copies)
-    elif isinstance(spec.attention, ShortConvolutionSpec):
-        native = _convolution(attention, dtype)
-    elif isinstance(spec.attention, Mamba2Spec):
-        native = _mamba2(spec.attention, attention, dtype, copies)
-    elif isinstance(spec.attention, LatentAttentionSpec):
+    if spec is None:
+        return None
+    module: Any = layer.get_submodule(spec.path)
+    if isinstance(spec, LatentAttentionSpec):
         if kind.window is not None:
             raise UnknownLayer("its latent attention has a window")
-        native = _latent(spec.attention, attention, dtype)
-    else:
-        native = _grouped(spec.attention, attention, kind.window, dtype, copies)
-    return (
-        norm(spec.input_norm, layer, dtype),
-        native,
-        norm(spec.post_attention_norm, layer, dtype),
-        feed_forward(spec.feed_forward, layer.get_submodule(spec.feed_forward.path), dtype, copies),
-        spec.residual,
-    )
+        return _latent(spec, module, dtype)
+    if isinstance(spec, GroupedAttentionSpec):
+        return _grouped(spec, module, kind.window, dtype, copies)
+    return state_twin(spec, module, dtype, copies)
 
 
 def _grouped(
@@ -185,77 +212,13 @@ def _grouped(
     )
 
 
-def _delta(spec: GatedDeltaSpec, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> Any:
-    """Linear attention by the gated delta rule."""
-    taps = module.conv1d.weight.detach()
-    if taps.dtype != dtype or not taps.is_contiguous():
-        raise UnknownLayer(f"the weight of its conv1d is {taps.dtype}")
-    weight = module.norm.weight.detach()
-    if weight.dtype != dtype or not weight.is_contiguous():
-        raise UnknownLayer(f"a {type(module.norm).__name__} is no RMS norm of the model's dtype")
-    in_two = spec.is_interleaved
-    return _native.GatedDelta(
-        qkv=linear(module, "in_proj_qkvz" if in_two else "in_proj_qkv"),
-        ba=linear(module, "in_proj_ba" if in_two else "in_proj_b"),
-        z=None if in_two else linear(module, "in_proj_z"),
-        a=None if in_two else linear(module, "in_proj_a"),
-        o=linear(module, "out_proj"),
-        taps=taps[:, 0],
-        a_log=wide(module.A_log, copies),
-        dt_bias=wide(module.dt_bias, copies),
-        norm=_native.Norm(weight, spec.norm_epsilon),
-        key_heads=spec.key_heads,
-        value_heads=spec.value_heads,
-        key_size=spec.key_size,
-        value_size=spec.value_size,
-    )
-
-
-def _convolution(module: Any, dtype: torch.dtype) -> Any:
-    """A short convolution between gates."""
-    convolution, taps = module.conv, module.conv.weight.detach()
-    if convolution.bias is not None or convolution.stride != (1,) or convolution.dilation != (1,):
-        raise UnknownLayer("its convolution has a bias, strides or gaps")
-    if taps.dtype != dtype or not taps.is_contiguous():
-        raise UnknownLayer(f"the weight of its conv is {taps.dtype}")
-    return _native.ShortConvolution(
-        in_proj=linear(module, "in_proj"), out_proj=linear(module, "out_proj"), taps=taps[:, 0]
-    )
-
-
-def _mamba2(spec: Mamba2Spec, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> Any:
-    """Mamba-2."""
-    convolution = module.conv1d
-    taps, bias, weight = convolution.weight.detach(), convolution.bias, module.norm.weight.detach()
-    if convolution.stride != (1,) or convolution.dilation != (1,):
-        raise UnknownLayer("its convolution has strides or gaps")
-    for name, tensor in (("conv1d", taps), ("conv1d", bias), ("norm", weight)):
-        if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
-            raise UnknownLayer(f"a tensor of its {name} is {tensor.dtype} or not contiguous")
-    return _native.Mamba2(
-        in_proj=linear(module, "in_proj"),
-        out_proj=linear(module, "out_proj"),
-        taps=taps[:, 0],
-        taps_bias=None if bias is None else bias.detach(),
-        a_log=wide(module.A_log, copies),
-        dt_bias=wide(module.dt_bias, copies),
-        d=wide(module.D, copies),
-        has_wide_d=module.D.dtype == torch.float32,
-        norm=_native.Norm(weight, spec.norm_epsilon),
-        heads=spec.heads,
-        groups=spec.groups,
-        head_size=spec.head_size,
-        state_size=spec.state_size,
-    )
-
-
 def _latent(spec: LatentAttentionSpec, module: AbsorbedMla, dtype: torch.dtype) -> Any:
     latent, low = spec.latent, spec.q_norm is not None
     if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.weight.dtype != dtype:
         raise UnknownLayer(f"its kv_b_proj is a {type(module.kv_b_proj).__name__} of another dtype")
     if not module.kv_b_proj.weight.is_contiguous():
         raise UnknownLayer("the weight of its kv_b_proj is not contiguous")
-    if latent.rope not in ("halves", "neighbours"):
+    if latent.rope not in ("halves", "neighbours", "none"):
         raise UnknownLayer(f"it rotates by {latent.rope}")
     return _native.LatentAttention(
         q=None if low else linear(module, "q_proj"),

@@ -28,7 +28,7 @@ from ktinject.generation.layer_spec import (
     PartSpec,
     RotationSpec,
 )
-from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
+from ktinject.generation.recurrent_spec import KimiDeltaSpec, Mamba2Spec, ShortConvolutionSpec
 from ktinject.hf import compat
 
 
@@ -54,7 +54,7 @@ def step_of(spec: PartSpec, module: Any, block_counts: Tensor) -> Step | None:
         return _rotation_step(spec, module)
     if isinstance(spec, DecoderLayerSpec):
         return LayerStep.of(spec, module, block_counts)
-    return moe_step(spec, module)
+    return moe_step(spec, module) if isinstance(spec, MoeSpec) else None
 
 
 def _rotation_step(spec: RotationSpec, module: Any) -> Step:
@@ -133,16 +133,19 @@ class LayerStep:
 
     @classmethod
     def of(cls, spec: DecoderLayerSpec, module: Any, block_counts: Tensor) -> LayerStep | None:
-        if isinstance(spec.attention, (Mamba2Spec, ShortConvolutionSpec)):
-            return None  # it has a step of its own
-        if spec.residual != 1.0 or not spec.feed_forward.path:
+        attention, unit = spec.attention, spec.feed_forward
+        if attention is None or unit is None or spec.input_norm is None or spec.post_attention_norm is None:
+            return None
+        if isinstance(attention, (KimiDeltaSpec, Mamba2Spec, ShortConvolutionSpec)):
+            return None  # it has a step of its own, or none
+        if spec.residual != 1.0 or not unit.path or spec.attention_behind or spec.feed_forward_behind:
             return None
         before, behind = norm_of(spec.input_norm, module), norm_of(spec.post_attention_norm, module)
-        mixer = _mixer_of(spec.attention, module.get_submodule(spec.attention.path), block_counts)
-        mlp = module.get_submodule(spec.feed_forward.path)
+        mixer = _mixer_of(attention, module.get_submodule(attention.path), block_counts)
+        mlp = module.get_submodule(unit.path)
         if before is None or behind is None or mixer is None or before.weight.dtype == torch.float32:
             return None
-        routed = Routed.of(spec.feed_forward, mlp) if isinstance(spec.feed_forward, MoeSpec) else None
+        routed = Routed.of(unit, mlp) if isinstance(unit, MoeSpec) else None
         return cls(module, mlp, mixer, before, behind, routed)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

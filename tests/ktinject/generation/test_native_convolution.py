@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_generate import prompt, stock
+from test_generate import prompt
 from test_native_decoder import (
     INT8_TOLERANCE,
     assert_as_exact_as_its_own,
@@ -16,9 +16,9 @@ from test_native_decoder import (
     swapped,
     varied,
 )
-from test_native_windows import assert_native, taking_turns
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from test_native_windows import assert_native
+from torch import nn
+from transformers import PreTrainedModel
 
 import ktinject
 from ktinject import _native
@@ -27,7 +27,6 @@ from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.feed_forward_spec import DenseSpec, MoeSpec
 from ktinject.generation.layer_spec import GroupedAttentionSpec
 from ktinject.generation.recurrent_spec import ShortConvolutionSpec
-from ktinject.hf import compat
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 from tests.models import AVAILABLE, tiny
 
@@ -52,12 +51,6 @@ def made(weights: str = "bf16", **changes: Any) -> tuple[PreTrainedModel, PreTra
     return swapped, truth.float()
 
 
-@pytest.fixture
-def model() -> PreTrainedModel:
-    model = tiny("lfm2_moe", **SURE).bfloat16()
-    return ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
-
-
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_steps_are_as_exact_as_the_model_s_own(sizes: dict[str, Any]) -> None:
     assert_as_exact_as_its_own(*made(**sizes))
@@ -68,95 +61,21 @@ def test_formats(weights: str) -> None:
     assert_as_exact_as_its_own(*made(weights), INT8_TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"cache_implementation": "static"},
-        {"max_time": 1e6},
-        {"max_time": 1e6, "cache_implementation": "static"},
-    ],
-    ids=str,
-)
-def test_tokens_are_the_stock_loop_s(model: PreTrainedModel, case: dict[str, Any]) -> None:
-    """Also of rows with padding on their left."""
-    for batch in (3, 1, 3):
-        assert_same_tokens(model, {**prompt(batch), "eos_token_id": None, **case})
-        assert_native(model)
-
-
-@pytest.mark.parametrize("length", [1, 2, 5, 70])
-def test_prompts_shorter_than_the_convolution(model: PreTrainedModel, length: int) -> None:
-    model.generate(**prompt(2))  # whose inputs must leave no trace
-    assert_same_tokens(model, {**prompt(2, length, padding=length // 5), "eos_token_id": None})
+def test_the_correction_of_a_choice() -> None:
+    model = tiny("lfm2_moe", **SURE | {"num_experts_per_tok": 2}).bfloat16()
+    ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
+    arguments = {**prompt(), "eos_token_id": None}
+    before = model.generate(**arguments)
+    block = model.model.layers[1].feed_forward
+    block.expert_bias[3:] = 4.0
+    changed = model.generate(**arguments)
+    assert not torch.equal(before, changed)
+    assert_same_tokens(model, arguments)
     assert_native(model)
-
-
-def test_steps_take_turns_with_the_model_s_own(model: PreTrainedModel) -> None:
-    arguments = {**prompt(1, padding=2), "eos_token_id": None}
-    model.generate(**arguments)
+    block.expert_bias = torch.zeros(6)
+    assert_same_tokens(model, arguments)
     assert_native(model)
-    streamer, calls = taking_turns(model)
-    found = model.generate(**arguments, streamer=streamer)
-    assert calls[0] == 12
-    assert_same_but_for_roundings(model, arguments, found, stock(model, **arguments))
-
-
-def test_a_cache_of_the_callers(model: PreTrainedModel) -> None:
-    """Two turns."""
-    cache = DynamicCache(config=model.config)
-    arguments = {**prompt(1, padding=0), "eos_token_id": None}
-    for _ in range(2):
-        found = model.generate(**arguments, past_key_values=cache)
-        assert_native(model)
-        assert_same_but_for_roundings(model, arguments, found, stock(model, **arguments))
-        assert cache.get_seq_length() == found.shape[1] - 1
-        ids = torch.cat([found, arguments["input_ids"]], dim=1)
-        arguments |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-class TestWhatChanges:
-    """Of what the steps read or are made of; each must change the tokens, to be seen at all."""
-
-    @pytest.mark.parametrize("name", ["conv.conv.weight", "operator_norm.weight", "ffn_norm.weight"])
-    def test_weights_in_place_and_replaced(self, model: PreTrainedModel, name: str) -> None:
-        arguments = {**prompt(), "eos_token_id": None}
-        before = model.generate(**arguments)
-        path, _, last = name.rpartition(".")
-        holder: Any = model.model.layers[0].get_submodule(path)
-        with torch.no_grad():
-            getattr(holder, last).neg_().add_(0.7)
-        assert not torch.equal(before, model.generate(**arguments))
-        assert_same_tokens(model, arguments)
-        assert_native(model)
-        setattr(holder, last, nn.Parameter(0.7 - getattr(holder, last).detach()))
-        assert_same_tokens(model, arguments)
-        assert_native(model)
-
-    def test_the_correction_of_a_choice(self) -> None:
-        model = tiny("lfm2_moe", **SURE | {"num_experts_per_tok": 2}).bfloat16()
-        ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
-        arguments = {**prompt(), "eos_token_id": None}
-        before = model.generate(**arguments)
-        block = model.model.layers[1].feed_forward
-        block.expert_bias[3:] = 4.0
-        changed = model.generate(**arguments)
-        assert not torch.equal(before, changed)
-        assert_same_tokens(model, arguments)
-        assert_native(model)
-        block.expert_bias = torch.zeros(6)
-        assert_same_tokens(model, arguments)
-        assert_native(model)
-        assert_same_but_for_roundings(model, arguments, model.generate(**arguments), before)
-
-    def test_hooks_on_a_part(self, model: PreTrainedModel) -> None:
-        model.generate(**prompt())
-        handle = model.model.layers[0].conv.conv.register_forward_hook(lambda *_: None)
-        model.generate(**prompt())
-        assert "conv has forward hooks" in model.ktinject_decoding.reason
-        handle.remove()
-        model.generate(**prompt())
-        assert_native(model)
+    assert_same_but_for_roundings(model, arguments, model.generate(**arguments), before)
 
 
 def test_specs() -> None:
@@ -173,37 +92,13 @@ def test_specs() -> None:
     assert [kind.is_state for kind in cache_layers.kinds_of(model.config)] == [True, False]
 
 
-def scaled(module: Any, change: Any) -> None:
-    own = type(module).forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return change(self, own(self, *args, **kwargs), kwargs)
-
-    module.__class__ = type("Odd", (type(module),), {"forward": forward, "capturable": True})
-
-
 class TestRefusals:
     def test_a_bias_or_gaps(self) -> None:
         refused = NativeDecoder(swapped("lfm2_moe", **SURE, conv_bias=True)).support.reason
-        assert refused == "layer 0: its convolution has a bias, strides or gaps"
+        assert refused == "layer 0: its convolution has a bias"
         model = swapped("lfm2_moe", **SURE)
         model.model.layers[0].conv.conv.dilation = (2,)
-        assert NativeDecoder(model).support.reason == refused
-
-    @pytest.mark.parametrize("what", ["output", "state"])
-    def test_what_computes_something_else_keeps_its_steps(self, model: PreTrainedModel, what: str) -> None:
-        def change(self: Any, out: Tensor, kwargs: Any) -> Tensor:
-            if what == "output":
-                return out * 0.8
-            for state in cache_layers.tensors_of(compat.cache_of(kwargs).layers[0]):
-                state.mul_(0.8)
-            return out
-
-        scaled(model.model.layers[0].conv, change)
-        arguments = {**prompt(), "eos_token_id": None}
-        assert torch.equal(model.generate(**arguments), stock(model, **arguments))
-        assert model.ktinject_decoding.last == "eager loop"
-        assert model.ktinject_decoding.reason.startswith("layer 0: relative difference")
+        assert NativeDecoder(model).support.reason == "layer 0: its convolution has strides or gaps"
 
     def test_sizes_that_do_not_fit(self) -> None:
         def linear(out: int) -> Any:

@@ -124,10 +124,14 @@ def test_specs() -> None:
 class TestScales:
     def test_of_a_model(self) -> None:
         model = tiny("granitemoe", **SCALED)
-        assert native_ends.embedding_scale(model.model) == Scale(3.1)
+        assert native_ends.embedding_scale(model.model, "embed_tokens") == Scale(3.1)
         assert native_ends.logits_scale(model) == Scale(1.7, divides=True)
         plain = tiny("qwen3_moe")
-        assert native_ends.embedding_scale(plain.model) == native_ends.logits_scale(plain) == Scale()
+        assert (
+            native_ends.embedding_scale(plain.model, "embed_tokens")
+            == native_ends.logits_scale(plain)
+            == Scale()
+        )
 
     @pytest.mark.parametrize("scale", [Scale(), Scale(0.1), Scale(7.3), Scale(6.0, True), Scale(-2.0)])
     def test_is_found_between_values(self, scale: Scale) -> None:

@@ -6,26 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from test_generate import prompt, stock
+from test_generate import prompt
 from test_native_decoder import (
     INT8_TOLERANCE,
     assert_as_exact_as_its_own,
-    assert_same_but_for_roundings,
-    assert_same_tokens,
     doubled,
     swapped,
     varied,
 )
-from test_native_windows import assert_native, taking_turns
+from test_native_windows import assert_native
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import ktinject
 from ktinject import _native
 from ktinject.generation import cache_layers, layer_spec
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.recurrent_spec import Mamba2Spec
-from ktinject.hf import compat
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 from tests.models import AVAILABLE, tiny
 
@@ -67,12 +64,6 @@ def made(weights: str = "bf16", **changes: Any) -> tuple[PreTrainedModel, PreTra
     return swapped, truth.float()
 
 
-@pytest.fixture
-def model() -> PreTrainedModel:
-    model = tiny("granitemoehybrid", **SURE).bfloat16()
-    return ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
-
-
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_steps_are_as_exact_as_the_model_s_own(sizes: dict[str, Any]) -> None:
     model, truth = made(**sizes)
@@ -101,81 +92,6 @@ def test_parameters_in_fp32() -> None:
     assert_native(model)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"cache_implementation": "static"},
-        {"max_time": 1e6},
-        {"max_time": 1e6, "cache_implementation": "static"},
-    ],
-    ids=str,
-)
-def test_tokens_are_the_stock_loop_s(model: PreTrainedModel, case: dict[str, Any]) -> None:
-    """Also of rows with padding on their left."""
-    for batch in (3, 1, 3):
-        assert_same_tokens(model, {**prompt(batch), "eos_token_id": None, **case})
-        assert_native(model)
-
-
-@pytest.mark.parametrize("length", [1, 2, 5, 70])
-def test_prompts_shorter_than_the_convolution(model: PreTrainedModel, length: int) -> None:
-    model.generate(**prompt(2))  # whose states must leave no trace
-    assert_same_tokens(model, {**prompt(2, length, padding=length // 5), "eos_token_id": None})
-    assert_native(model)
-
-
-def test_steps_take_turns_with_the_model_s_own(model: PreTrainedModel) -> None:
-    arguments = {**prompt(1, padding=2), "eos_token_id": None}
-    model.generate(**arguments)
-    assert_native(model)
-    streamer, calls = taking_turns(model)
-    found = model.generate(**arguments, streamer=streamer)
-    assert calls[0] == 12
-    assert_same_but_for_roundings(model, arguments, found, stock(model, **arguments))
-
-
-def test_a_cache_of_the_callers(model: PreTrainedModel) -> None:
-    """Two turns."""
-    cache = DynamicCache(config=model.config)
-    arguments = {**prompt(1, padding=0), "eos_token_id": None}
-    for _ in range(2):
-        found = model.generate(**arguments, past_key_values=cache)
-        assert_native(model)
-        assert_same_but_for_roundings(model, arguments, found, stock(model, **arguments))
-        assert cache.get_seq_length() == found.shape[1] - 1
-        ids = torch.cat([found, arguments["input_ids"]], dim=1)
-        arguments |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-class TestWhatChanges:
-    """Of what the steps read or are made of; each must change the tokens, to be seen at all."""
-
-    @pytest.mark.parametrize("name", ["conv1d.weight", "conv1d.bias", "norm.weight", "A_log", "D", "dt_bias"])
-    def test_weights_in_place_and_replaced(self, model: PreTrainedModel, name: str) -> None:
-        arguments = {**prompt(), "eos_token_id": None}
-        before = model.generate(**arguments)
-        path, _, last = name.rpartition(".")
-        holder: Any = model.model.layers[0].mamba.get_submodule(path)
-        with torch.no_grad():
-            getattr(holder, last).neg_().add_(0.7)
-        assert not torch.equal(before, model.generate(**arguments))
-        assert_same_tokens(model, arguments)
-        assert_native(model)
-        setattr(holder, last, nn.Parameter(0.7 - getattr(holder, last).detach()))
-        assert_same_tokens(model, arguments)
-        assert_native(model)
-
-    def test_hooks_on_a_part(self, model: PreTrainedModel) -> None:
-        model.generate(**prompt())
-        handle = model.model.layers[0].mamba.norm.register_forward_hook(lambda *_: None)
-        model.generate(**prompt())
-        assert "norm has forward hooks" in model.ktinject_decoding.reason
-        handle.remove()
-        model.generate(**prompt())
-        assert_native(model)
-
-
 def test_specs() -> None:
     model = tiny("granitemoehybrid", **SURE)
     spec = layer_spec.of_layer(model.model.layers[0])
@@ -196,25 +112,6 @@ class TestRefusals:
         model.model.layers[0].mamba.conv1d.float()
         reason = "layer 0: a tensor of its conv1d is torch.float32 or not contiguous"
         assert NativeDecoder(model).support.reason == reason
-
-    @pytest.mark.parametrize("what", ["output", "state"])
-    def test_what_computes_something_else_keeps_its_steps(self, model: PreTrainedModel, what: str) -> None:
-        module: Any = model.model.layers[0].mamba
-        own = type(module).forward
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            out: Tensor = own(self, *args, **kwargs)
-            if what == "output":
-                return out * 0.8
-            for state in cache_layers.tensors_of(compat.cache_of(kwargs).layers[0]):
-                state.mul_(0.8)
-            return out
-
-        module.__class__ = type("Odd", (type(module),), {"forward": forward, "capturable": True})
-        arguments = {**prompt(), "eos_token_id": None}
-        assert torch.equal(model.generate(**arguments), stock(model, **arguments))
-        assert model.ktinject_decoding.last == "eager loop"
-        assert model.ktinject_decoding.reason.startswith("layer 0: relative difference")
 
     def test_sizes_that_do_not_fit(self) -> None:
         def linear(out: int, size: int) -> Any:

@@ -136,6 +136,17 @@ NEWER: list[tuple[str, dict[str, Any]]] = [
     ("hunyuan_v1_moe", {}),
     ("lfm2_moe", {"layer_types": ["conv", "full_attention"]}),
     ("granitemoehybrid", {"layer_types": ["mamba", "attention"], "mamba_d_state": 24}),
+    ("kimi_linear", {"layer_types": ["linear_attention", "full_attention"]}),
+    (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            "mamba_num_heads": 4,
+            "n_groups": 2,
+            "mamba_head_dim": 20,
+        },
+    ),
+    ("flex_olmo", {}),
     ("minimax_m2", {}),
 ]
 NATIVE: list[tuple[str, dict[str, Any]]] = [
@@ -193,7 +204,11 @@ def test_a_step_of_several_tokens_leaves_what_single_steps_leave(family: str, co
             native.keep(runner.cache.bucket(runner.cache.capacity), 4)
 
 
-STATES = [case for case in NATIVE if case[0] in ("qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid")]
+STATES = [
+    case
+    for case in NATIVE
+    if case[0] in ("qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid", "kimi_linear", "nemotron_h")
+]
 
 
 @pytest.mark.parametrize("family, config", STATES, ids=str)

@@ -1,0 +1,193 @@
+"""How a Mixture-of-Experts block chooses its experts, and what it makes of them, found by running it as layer_probes.py
+runs the parts of a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktinject.generation.layer_probes import ROWS, Stub, random, run_twin
+from ktinject.operators.probes import twin
+from ktinject.operators.probes.answer import refusal_of
+from ktinject.operators.probes.dense_mlp import is_linear
+from ktinject.support import Support
+
+# Buffers or parameters of a router, or buffers of its block, that are added to the scores for the choice.
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+
+
+def routing(
+    block: nn.Module,
+    name: str,
+    router: nn.Module,
+    shared: str | None = None,
+    shared_gate: str | None = None,
+    *,
+    narrow: Sequence[str] = (),
+) -> dict[str, Any] | Support:
+    """How a Mixture-of-Experts block chooses its experts: `RouterSpec` without its path.
+
+    name    of the block's router
+    router  stands for it; its own weights are not looked at
+    shared  the child whose output is added, times the sigmoid of the child `shared_gate`
+    narrow  children that lead to the experts and back
+    """
+    parameters, buffers = dict(router.named_parameters()), dict(router.named_buffers())
+    weight_path = _weight_path(router)
+    outer = dict(block.named_buffers(recurse=False))
+    corrections = [path for path in (*parameters, *buffers, *outer) if path.endswith(_CORRECTIONS)]
+    beside = parameters.keys() - {weight_path, "bias", *corrections}
+    if weight_path is None or beside or ("bias" in parameters and weight_path != "weight"):
+        return Support.no(f"its {type(router).__name__} holds something else than a weight and a bias")
+    if corrections and [path for path in (*buffers, *outer) if path not in corrections] + corrections[1:]:
+        names = ", ".join(sorted({*buffers, *outer, *corrections}))
+        return Support.no(f"its {type(block).__name__} and router hold {names}")
+    experts, hidden = parameters[weight_path].shape
+    weight, x = 3 * hidden**-0.5 * random(experts, hidden), random(1, ROWS, hidden, seed=1)
+    bias = random(experts, seed=3) if "bias" in parameters else torch.zeros(experts)
+    drawn = {
+        path: 0.1 * random(*tensor.shape, seed=2)
+        for path, tensor in (parameters | buffers | outer).items()
+        if path not in (weight_path, "bias")
+    }
+    given: list[tuple[Tensor, Tensor]] = []
+
+    def taken(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        given.append((ids, weights))
+        return torch.tanh(x)
+
+    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
+        own = {weight_path: weight.to(dtype), "bias": bias.to(dtype), **drawn}
+        held = _by_children(router, {path: tensor for path, tensor in own.items() if path not in outer})
+        children = {
+            name: Stub(lambda x, *given: run_twin(router, held, x, *given)),
+            "experts": Stub(taken),
+        }
+        if shared is not None:
+            children[shared] = Stub(torch.cos)
+        if shared_gate is not None:
+            children[shared_gate] = Stub(lambda x: x[..., :1] * 0.3)
+        children |= dict(zip(narrow, (Stub(torch.sin), Stub(torch.atan))))
+        out = run_twin(block, {**children, **{path: drawn[path] for path in outer}}, x)
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found
+
+    try:
+        out = run(x, x.dtype)
+        kept = _run_narrow(run, x.bfloat16(), parameters[weight_path].dtype)
+        (ids, weights), (rounded_ids, rounded) = given[0], given[-1]
+        want = torch.atan(torch.tanh(torch.sin(x))) if narrow else torch.tanh(x)
+        if shared is not None:
+            want = want + torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
+        if not torch.allclose(out, want, atol=1e-5):
+            return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
+        added = drawn[corrections[0]].flatten() if corrections else None
+        found = _explained(router, x[0] @ weight.T + bias, added, ids, weights)
+    except Exception as error:
+        return refusal_of(error)
+    if found is None:
+        return Support.no(f"its {type(router).__name__} chooses in another way")
+    rounded_logits = x[0].bfloat16().float() @ weight.to(kept).float().T + bias.to(kept).float()
+    if corrections:
+        found |= {"correction": corrections[0], "of_block": corrections[0] in outer}
+    return {
+        **found,
+        "num_experts": experts,
+        "rounds": rounded.dtype == torch.bfloat16,
+        **_roundings(rounded_logits, found, rounded_ids, rounded),
+        "has_bias": "bias" in parameters,
+        "weight": weight_path,
+    }
+
+
+def _weight_path(router: nn.Module) -> str | None:
+    """Where a router has its weight: its own, or that of the one linear layer in it."""
+    linears = [name for name, child in router.named_children() if is_linear(child)]
+    if "weight" in dict(router.named_parameters(recurse=False)):
+        return "weight"
+    return f"{linears[0]}.weight" if len(linears) == 1 else None
+
+
+def _by_children(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Tensors by path, as `_run` takes them: those of a child are in a twin of it."""
+    held: dict[str, Any] = {path: tensor for path, tensor in tensors.items() if "." not in path}
+    for name in {path.partition(".")[0] for path in tensors} - held.keys():
+        of_child = {
+            path.removeprefix(f"{name}."): t for path, t in tensors.items() if path.startswith(f"{name}.")
+        }
+        held[name] = twin.of(module.get_submodule(name), tensors=of_child)
+    return held
+
+
+def _run_narrow(run: Callable[[Tensor, torch.dtype], Any], x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Run a block on x in bf16 with a router in fp32, if it has one and takes that, or in bf16; in which it was."""
+    if dtype == torch.float32:
+        try:
+            run(x, dtype)
+        except RuntimeError:  # the product of two dtypes: the model is not in bf16
+            pass
+        else:
+            return dtype
+    run(x, torch.bfloat16)
+    return torch.bfloat16
+
+
+def _roundings(logits: Tensor, found: Mapping[str, Any], ids: Tensor, weights: Tensor) -> dict[str, bool]:
+    """What is rounded to bf16 on the way from logits [m, e] in fp32 to weights [m, k]: `rounds_logits`, and
+    `rounds_scores`, behind which all is in bf16."""
+
+    def error(rounded: tuple[bool, bool]) -> float:
+        given = logits.bfloat16().float() if rounded[0] else logits
+        scores = given.sigmoid() if found["scores"] == "sigmoid" else given.softmax(-1)
+        want = (scores.bfloat16() if rounded[1] else scores).gather(1, ids)
+        want = (want / want.sum(-1, keepdim=True) if found["is_normed"] else want) * found["factor"]
+        return (want.to(weights.dtype).float() - weights.float()).abs().sum().item()
+
+    least = min(((False, False), (True, False), (True, True)), key=error)
+    return {"rounds_logits": least[0], "rounds_scores": least[1]}
+
+
+def _explained(
+    router: Any, logits: Tensor, correction: Tensor | None, ids: Tensor, weights: Tensor
+) -> dict[str, Any] | None:
+    """The way of choosing that gives these ids and weights for these logits.
+
+    correction   [e], is added for the choice
+    """
+    found = torch.zeros_like(logits).scatter_add(1, ids, weights.float())
+    groups, top_groups = (int(getattr(router, name, 1)) for name in ("num_group", "topk_group"))
+    top_k, named = ids.shape[1], bool(getattr(router, "norm_topk_prob", True))
+    for kind in ("sigmoid", "softmax"):
+        scores = logits.sigmoid() if kind == "sigmoid" else logits.softmax(-1)
+        chosen = _chosen(scores if correction is None else scores + correction, top_k, groups, top_groups)
+        for is_normed in (named, not named):
+            want = torch.where(chosen, scores, 0.0)
+            want = want / want.sum(-1, keepdim=True) if is_normed else want
+            factor = float(f"{(found.sum() / want.sum()).item():.6g}")
+            if factor > 0 and torch.allclose(found, factor * want, rtol=1e-3, atol=1e-5):
+                return {
+                    "scores": kind,
+                    "top_k": top_k,
+                    "is_corrected": correction is not None,
+                    "groups": groups,
+                    "top_groups": top_groups,
+                    "is_normed": is_normed,
+                    "factor": factor,
+                }
+    return None
+
+
+def _chosen(scores: Tensor, top_k: int, groups: int, top_groups: int) -> Tensor:
+    """Which of scores [m, e] are the top_k greatest within the top groups, as bool of the same shape."""
+    if groups > 1:
+        parted = scores.view(len(scores), groups, -1)
+        best = parted.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
+        kept = torch.zeros(len(scores), groups, dtype=torch.bool).scatter(1, best, True)
+        scores = parted.masked_fill(~kept[..., None], -math.inf).flatten(1)
+    ids = scores.topk(top_k, -1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)
