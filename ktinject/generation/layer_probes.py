@@ -19,6 +19,7 @@ from torch.nn import functional
 from ktinject.hf import compat
 from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import refusal_of
+from ktinject.operators.probes.attention import GIVEN
 from ktinject.operators.probes.dense_mlp import is_linear
 from ktinject.support import SUPPORTED, Support
 
@@ -36,12 +37,19 @@ _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 class _Stub(nn.Module):
     """A child that computes a function of its first argument."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], names_kept: bool = False) -> None:
+        """names_kept  the function takes other arguments by name, too"""
         super().__init__()
-        self.function = function
+        self.function, self._names_kept = function, names_kept
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(args[0] if args else kwargs["hidden_states"], *args[1:])
+        x = args[0] if args else kwargs.pop("hidden_states")
+        return self.function(x, *args[1:], **kwargs if self._names_kept else {})
+
+
+def stub(function: Callable[..., Any]) -> Any:
+    """A child that computes a function of its first argument."""
+    return _Stub(function)
 
 
 def _run(module: nn.Module, changed: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -64,25 +72,39 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
-def residual_factor(layer: nn.Module, names: Sequence[str]) -> float | Support:
+def residual_factor(layer: nn.Module, names: Sequence[str], hands_on: bool = False) -> float | Support:
     """What a layer multiplies its parts with: it adds attention of the normed input to that, and then the feed-forward
     part of the sum, normed again.
 
-    names  of norm, attention, norm and feed-forward part, and of what is added to that. Linear attention, convolutions
-           and state spaces give one tensor, other attention its weights along
+    names     of norm, attention, norm and feed-forward part, and of what is added to that. Linear attention,
+              convolutions and state spaces give one tensor, other attention its weights along
+    hands_on  attention takes the places that a layer before has chosen and gives its own choice: so does the layer
     """
     x = _random(1, 2, 8).double()
+    choices = torch.tensor([[[0], [1]]]), torch.tensor([[[1], [0]]])
+    taken: list[Any] = []
+
+    def attended(x: Tensor, **kwargs: Any) -> Any:
+        taken.append(kwargs.get(GIVEN))
+        mixed = torch.cos(2 * x)
+        if names[1] != "self_attn":
+            return mixed
+        return (mixed, None, choices[1]) if hands_on else (mixed, None)
+
     children = {
         names[0]: _Stub(lambda x: torch.sin(x + 0.3)),
-        names[1]: _Stub(lambda x: (torch.cos(2 * x), None) if names[1] == "self_attn" else torch.cos(2 * x)),
+        names[1]: _Stub(attended, names_kept=True),
         names[2]: _Stub(lambda x: torch.tanh(x - 0.5)),
         names[3]: _Stub(lambda x: x * x),
         **{name: _Stub(torch.exp) for name in names[4:]},
     }
     arguments = dict.fromkeys(("attention_mask", "position_ids", compat.CACHE, "position_embeddings"))
+    given = {GIVEN: choices[0]} if hands_on else {}
 
     def run() -> Any:
-        found = _run(layer, children, x, use_cache=True, **arguments)
+        found = _run(layer, children, x, use_cache=True, **arguments, **given)
+        if hands_on and (found[1] is not choices[1] or taken[-1] is not choices[0]):
+            raise ValueError("a choice of places is not handed on")
         return found[0] if isinstance(found, tuple) else found
 
     try:

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ktinject.generation import feed_forward_spec, layer_probes, recurrent_spec
+from ktinject.generation import feed_forward_spec, indexer_spec, layer_probes, recurrent_spec
 from ktinject.generation.cpu import openmp
 from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, RouterSpec
+from ktinject.generation.indexer_spec import IndexerSpec
 from ktinject.generation.layer_probes import BY_HALVES, Turning
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
 from ktinject.operators.absorbed_mla import AbsorbedMla
@@ -62,13 +63,15 @@ class GroupedAttentionSpec:
 class LatentAttentionSpec:
     """Attention to a cached latent, as `absorbed_mla` computes it.
 
-    q_norm  of the low-rank query; None: the query has full rank
+    q_norm   of the low-rank query; None: the query has full rank
+    indexer  what chooses the places that are attended to; None: nothing does, or a layer before (`latent.chooses`)
     """
 
     path: str
     latent: LatentSpec
     q_norm: NormSpec | None
     kv_norm: NormSpec
+    indexer: IndexerSpec | None = None
 
     @property
     def layer_idx(self) -> int:
@@ -172,7 +175,8 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
     for name, found in zip(names, (before, attention, behind)):
         if isinstance(found, Support):
             return Support.no(f"{name}: {found.reason}")
-    residual = layer_probes.residual_factor(layer, names)
+    hands_on = isinstance(attention, LatentAttentionSpec) and attention.latent.hands_on
+    residual = layer_probes.residual_factor(layer, names, hands_on)
     if isinstance(residual, Support):
         return residual
     feed_forward = replace(feed_forward_spec.of_feed_forward(modules[3]), path=names[3])
@@ -261,9 +265,11 @@ def of_linear_attention(module: Any) -> GatedDeltaSpec | Support:
 def _of_latent(module: AbsorbedMla) -> LatentAttentionSpec | Support:
     query = None if module.q_a_proj is None else _norm_at(module, "q_a_layernorm")
     latent = _norm_at(module, "kv_a_layernorm")
-    if isinstance(query, Support):
-        return query
-    return latent if isinstance(latent, Support) else LatentAttentionSpec("", module.spec, query, latent)
+    indexer = indexer_spec.of_indexer(module.indexer) if module.spec.chooses == "own" else None
+    for found in (query, latent, indexer):
+        if isinstance(found, Support):
+            return found
+    return LatentAttentionSpec("", module.spec, query, latent, indexer)  # type: ignore[arg-type]
 
 
 def _norm_at(module: nn.Module, name: str) -> NormSpec | Support:

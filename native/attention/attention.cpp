@@ -2,10 +2,13 @@
 // a row, some positions of the cache), whose results are put together by head.
 #include <algorithm>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "attention/attention.hpp"
+#include "attention/indexer.hpp"
 #include "attention/tasks.hpp"
+#include "attention/turning.hpp"
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
 
@@ -73,36 +76,6 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
               over.sinks == nullptr ? nullptr : over.sinks + head % heads_of_row, dtype,
               out + static_cast<size_t>(head) * static_cast<size_t>(over.dv));
   });
-}
-
-// q [n] with its first `rotary` values turned, the rest as it is.
-void turn(const gemm::StepOps& ops, const float* q, int n, const Step& step, int row, bool neighbours, float* out) {
-  ops.rotate(q, step.rotation(step.cos, row), step.rotation(step.sin, row), step.rotary, neighbours, step.dtype, out);
-  std::copy(q + step.rotary, q + n, out + step.rotary);
-}
-
-// The same for pairs (2i, 2i + 1) that stay where they are, and for tables in fp32.
-void turn_in_place(const gemm::StepOps& ops, const float* q, int n, const Step& step, int row, bool neighbours,
-                   float* tables, float* out) {
-  const int rotary = step.rotary, half = rotary / 2;
-  float *cos = tables, *sin = tables + rotary;
-  const DType dtype = step.has_wide_rotation ? DType::f32 : step.dtype;
-  ops.widen(step.rotation(step.cos, row), rotary, dtype, cos);
-  ops.widen(step.rotation(step.sin, row), rotary, dtype, sin);
-  float *turned = tables + 2 * rotary, *across = turned + rotary;
-  for (int i = 0; i < half; ++i) {
-    const int a = neighbours ? 2 * i : i, b = neighbours ? 2 * i + 1 : half + i;
-    const int other = neighbours ? i : half + i;  // where the table has what the second of a pair takes
-    turned[a] = q[a] * cos[i];
-    turned[b] = q[b] * cos[other];
-    across[a] = -q[b] * sin[i];
-    across[b] = q[a] * sin[other];
-  }
-  ops.round(turned, rotary, dtype);
-  ops.round(across, rotary, dtype);
-  for (int i = 0; i < rotary; ++i) out[i] = turned[i] + across[i];
-  ops.round(out, rotary, step.dtype);
-  std::copy(q + rotary, q + n, out + rotary);
 }
 
 void* at(void* base, size_t element, const Step& step) {
@@ -328,11 +301,14 @@ LatentAttention::LatentAttention(LatentAttentionConfig config) : config_(config)
   expect(config_.kv, config_.rank + config_.rope, "kv_a_proj_with_mqa");
   if (config_.kv_norm.size != config_.rank)
     throw std::invalid_argument("attention: the latent's norm has another size");
+  if (config_.indexer != nullptr && (config_.q != nullptr || !config_.chooses))
+    throw std::invalid_argument("attention: an indexer takes a low-rank query, and attention goes by its choice");
 }
 
 bool LatentAttention::fits(int hidden) const {
   for (const gemm::Linear* linear : {config_.q == nullptr ? config_.q_a : config_.q, config_.kv})
     if (linear->config().in_features != hidden) return false;
+  if (config_.indexer != nullptr && !config_.indexer->fits(hidden, config_.q_a->config().out_features)) return false;
   return config_.o->config().in_features == config_.heads * config_.value && config_.o->config().out_features == hidden;
 }
 
@@ -340,7 +316,8 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   places_of(cache, step, step.batch - 1, 1, config_.rank, config_.rope, 0);
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, rope = config_.rope, batch = step.batch;
   const int wide = rank + rope;
-  if (step.has_wide_rotation) throw std::invalid_argument("attention: latent attention with a rotation in fp32");
+  if (step.has_wide_rotation && !config_.stays)
+    throw std::invalid_argument("attention: latent attention with a rotation in fp32");
   if (step.rotary != rope && step.rotary != 0)
     throw std::invalid_argument("attention: found a rotation of " + std::to_string(step.rotary) + " values; expected " +
                                 std::to_string(rope));
@@ -355,11 +332,19 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   float *sum = memory + sum_at, *head = memory + head_at;
 
   project(x, step, memory + low_at, q, kv);
+  if (config_.indexer != nullptr) config_.indexer->forward(x, memory + low_at + product(batch, low), step, cache);
+  const Choice* choice = config_.chooses ? cache.choice : nullptr;
+  if (choice != nullptr && (choice->position != step.position || choice->is_all.size() != static_cast<size_t>(batch)))
+    throw std::invalid_argument("attention: no layer before has chosen places in this step");
   absorb(q, step, query);
   const gemm::StepOps& ops = gemm::step_ops();
   for (int first = 0; first < batch; first += step.together()) {
     const Places places = places_of(cache, step, first, 1, rank, rope, 0);
     for (int row = first; row < first + step.together(); ++row) write(row, kv, step, places, memory + latent_at, cache);
+    if (choice != nullptr && !choice->is_all[static_cast<size_t>(first)]) {
+      attend_chosen(query, step, cache, first, sum + product(first, heads, rank));
+      continue;
+    }
     const Over over{step.together(), 1, heads, places.count, wide, rank, config_.scale, nullptr};
     attend_all(ops, over, step.dtype, sum + product(first, heads, rank), [&](int index, int) {
       const int row = first + index, held = step.cache_row(row);
@@ -377,6 +362,56 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   expand(sum, step, head);
   config_.o->forward(head, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
+}
+
+void LatentAttention::attend_chosen(const float* query, const Step& step, const LayerCache& cache, int first,
+                                    float* out) const {
+  const int heads = config_.heads, rank = config_.rank, rope = config_.rope, wide = rank + rope;
+  const int rows = step.together(), capacity = cache.first.shape[2];
+  const std::vector<int>* chosen = cache.choice->places.data() + first;
+  size_t most = 1;
+  for (int row = 0; row < rows; ++row) most = std::max(most, chosen[row].size());
+  const int count = static_cast<int>(most);
+  // Side by side, with zeros behind the fewer ones of a row with padding.
+  const size_t words = step.width() == sizeof(float) ? 1 : 2;
+  runtime::Arrays arrays;
+  const size_t latent_at = arrays.take(product(rows, count, rank) / words + 1),
+               key_at = arrays.take(product(rows, count, rope) / words + 1),
+               mask_at = arrays.take(product(rows, count) / sizeof(float) + 1);
+  const runtime::Scratch memory(arrays.count());
+  auto* latents = reinterpret_cast<std::byte*>(memory + latent_at);
+  auto* keys = reinterpret_cast<std::byte*>(memory + key_at);
+  auto* masks = reinterpret_cast<uint8_t*>(memory + mask_at);
+  auto gather = [&](int index, int) {
+    const int row = index / count, i = index % count;
+    const bool is_there = static_cast<size_t>(i) < chosen[row].size();
+    masks[index] = is_there;
+    const int place = is_there ? chosen[row][static_cast<size_t>(i)] : 0;
+    const size_t from = product(step.cache_row(first + row), capacity) + static_cast<size_t>(place);
+    for (auto [cached, to, size] : {std::tuple{&cache.first, latents, rank}, std::tuple{&cache.second, keys, rope}}) {
+      const size_t bytes = static_cast<size_t>(size) * step.width();
+      std::byte* here = to + static_cast<size_t>(index) * bytes;
+      const auto* there = static_cast<const std::byte*>(cached->data) + from * bytes;
+      if (is_there) std::copy(there, there + bytes, here);
+      else std::fill(here, here + bytes, std::byte{0});
+    }
+  };
+  {
+    const runtime::Session session;
+    each(*session, product(rows, count, wide) < kSerialProducts, rows * count, gather);
+  }
+  const Over over{rows, 1, heads, count, wide, rank, config_.scale, nullptr};
+  attend_all(gemm::step_ops(), over, step.dtype, out, [&](int index, int) {
+    gemm::Attend task;
+    task.q = query + product((first + index) * heads, wide);
+    task.k1 = task.v = latents + product(index, count, rank) * step.width();
+    task.k2 = keys + product(index, count, rope) * step.width();
+    task.d1 = task.dv = rank;
+    task.d2 = rope;
+    task.dtype = step.dtype;
+    task.mask = masks + product(index, count);
+    return task;
+  });
 }
 
 void LatentAttention::project(const float* x, const Step& step, float* low, float* q, float* kv) const {
@@ -400,8 +435,12 @@ void LatentAttention::project(const float* x, const Step& step, float* low, floa
 }
 
 void LatentAttention::rotate(const float* from, const Step& step, int row, float* to) const {
-  if (step.rotary == 0) std::copy(from, from + config_.rope, to);
-  else turn(gemm::step_ops(), from, config_.rope, step, row, config_.neighbours, to);
+  if (step.rotary == 0) {
+    std::copy(from, from + config_.rope, to);
+  } else if (config_.stays) {
+    const runtime::Scratch tables(product(4, step.rotary));
+    turn_in_place(gemm::step_ops(), from, config_.rope, step, row, true, tables, to);
+  } else turn(gemm::step_ops(), from, config_.rope, step, row, config_.neighbours, to);
 }
 
 void LatentAttention::write(int row, const float* kv, const Step& step, const Places& places, float* latent,

@@ -32,11 +32,20 @@ struct Undo {
   std::vector<float> cut(int kept, std::initializer_list<int> parts);
 };
 
+// The places that the tokens of a step attend to, as an indexer has chosen them.
+struct Choice {
+  int position = -1;                     // of the step; -1: there is none
+  std::vector<bool> is_all;              // [batch]: a token attends to all that its mask shows
+  std::vector<std::vector<int>> places;  // [batch]: else to these, in order
+};
+
 // What a layer keeps of the tokens before: keys and values [batch, heads, capacity, width] of the model's dtype, or
 // what attention/gated_delta.hpp says.
 struct LayerCache {
   Cached first, second;
-  Undo* undo = nullptr;  // of steps whose rows are consecutive
+  Undo* undo = nullptr;      // of steps whose rows are consecutive
+  Cached third;              // keys of an index, see attention/indexer.hpp; without a shape where there is none
+  Choice* choice = nullptr;  // of the last layer with an index
 };
 
 // What is the same for all layers of a step.
@@ -54,6 +63,7 @@ struct Step {
   // Rows are tokens of one text, the first at `position`, the others after it, of which each attends to those before
   // it. The cache has one row, and masks are of positions up to each row's own.
   bool consecutive = false;
+  int most_chosen = 0;  // places that an indexer chooses at most, if it would choose more; 0: as many as it does
   // [batch], 0 for rows whose text has ended, for which no routed expert is computed; null: there are none.
   const uint8_t* live = nullptr;
 
@@ -121,6 +131,8 @@ struct Places {
   int capacity, own, count;
 };
 
+class Indexer;
+
 // operators/probes/attention.py has the formula; with the up-projections absorbed. expansion [heads, nope + value,
 // rank] of the model's dtype is kv_b_proj's weight. keys hold the latent, values the rotary key.
 struct LatentAttentionConfig {
@@ -133,7 +145,11 @@ struct LatentAttentionConfig {
   const gemm::Linear* o = nullptr;
   int heads = 0, rank = 0, nope = 0, rope = 0, value = 0;
   bool neighbours = false;
+  bool stays = false;  // pairs of neighbours stay where they are, and the step's rotation is in fp32 (DeepSeek-V2)
   float scale = 1;
+  // It attends to chosen places: those of its indexer, or of the layer before that has one.
+  const Indexer* indexer = nullptr;
+  bool chooses = false;
 };
 
 class LatentAttention final : public DecoderAttention {
@@ -143,6 +159,8 @@ class LatentAttention final : public DecoderAttention {
   void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const override;
 
  private:
+  // out [batch, heads, rank]: the latents of the chosen places, for the rows from `first` that are computed together.
+  void attend_chosen(const float* query, const Step& step, const LayerCache& cache, int first, float* out) const;
   // q [batch, heads, nope + rope] and kv [batch, rank + rope] of x, rounded. low: scratch for twice q_a's output
   void project(const float* x, const Step& step, float* low, float* q, float* kv) const;
   // One row's rotary values, turned if the step has a rotation.

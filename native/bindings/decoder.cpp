@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "attention/gated_delta.hpp"
+#include "attention/indexer.hpp"
 #include "attention/mamba2.hpp"
 #include "attention/short_convolution.hpp"
 #include "bindings/arrays.hpp"
@@ -40,6 +41,7 @@ struct HeldCache {
   std::vector<Kept> held;
   std::vector<attention::LayerCache> layers;
   std::vector<attention::Undo> undo;  // of each layer
+  std::vector<attention::Choice> choice;  // one, of the last layer with an index
   int rows = 0;                       // of the last step, if they were consecutive
 };
 
@@ -52,23 +54,32 @@ attention::Cached cached_of(const Kept& array) {
   return found;
 }
 
-HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second) {
+HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second,
+                     std::vector<std::optional<Kept>> third) {
   if (first.empty() || first.size() != second.size())
     throw std::invalid_argument("cache: found " + std::to_string(first.size()) + " and " +
                                 std::to_string(second.size()) + " tensors; expected two of each layer");
+  if (!third.empty() && third.size() != first.size())
+    throw std::invalid_argument("cache: found keys of " + std::to_string(third.size()) + " indexes; expected none or " +
+                                std::to_string(first.size()) + ", some of them None");
   HeldCache cache;
   cache.undo.resize(first.size());
-  for (size_t i = 0; i < first.size(); ++i)
-    cache.layers.push_back({cached_of(first[i]), cached_of(second[i]), &cache.undo[i]});
+  cache.choice.resize(1);
+  for (size_t i = 0; i < first.size(); ++i) {
+    cache.layers.push_back({cached_of(first[i]), cached_of(second[i]), &cache.undo[i], {}, cache.choice.data()});
+    if (!third.empty() && third[i]) cache.layers.back().third = cached_of(*third[i]);
+  }
   cache.held = std::move(first);
   cache.held.insert(cache.held.end(), second.begin(), second.end());
+  for (std::optional<Kept>& index : third)
+    if (index) cache.held.push_back(std::move(*index));
   return cache;
 }
 
 void forward(const decode::Decoder& self, const Input& x, const std::optional<Input>& cos,
              const std::optional<Input>& sin, const std::optional<Mask>& mask, int position, HeldCache& cache,
              int first, int last, const HeldNorm* final_norm, bool consecutive, const std::optional<Live>& live,
-             const Output& out) {
+             int most_chosen, const Output& out) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto batch = x.shape(0);
@@ -77,6 +88,7 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
   step.batch = size_of(batch, "batch");
   step.position = position;
   step.consecutive = consecutive;
+  step.most_chosen = most_chosen;
   if (dtype != self.dtype() || x.shape(1) != static_cast<size_t>(self.hidden()) || batch == 0)
     refuse("hidden states must be [batch, " + std::to_string(self.hidden()) + "] of the model's dtype");
   if (out.shape(0) != batch || out.shape(1) != x.shape(1) || out.dtype() != x.dtype())
@@ -193,13 +205,15 @@ void def_state(nb::module_& m) {
   nb::class_<HeldCache>(
       m, "DecoderCache",
       "What all layers keep of the tokens before, two tensors a layer: keys and values [batch, heads, "
-      "capacity, width].")
+      "capacity, width]. third: keys of an index [batch, 1, capacity, width], None for layers without one.")
       .def(
           "__init__",
-          [](HeldCache* self, const Sequence<Kept>& first, const Sequence<Kept>& second) {
-            new (self) HeldCache(make_cache(vector_of(first, "first"), vector_of(second, "second")));
+          [](HeldCache* self, const Sequence<Kept>& first, const Sequence<Kept>& second,
+             const Sequence<std::optional<Kept>>& third) {
+            new (self) HeldCache(
+                make_cache(vector_of(first, "first"), vector_of(second, "second"), vector_of(third, "third")));
           },
-          nb::arg("first"), nb::arg("second"));
+          nb::arg("first"), nb::arg("second"), nb::arg("third") = nb::make_tuple());
 }
 
 void init_gated_delta(attention::GatedDelta* self, const gemm::Linear& qkv, const gemm::Linear& ba,
@@ -297,6 +311,50 @@ void def_mamba2(nb::module_& m) {
            nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>());
 }
 
+// A plain weight that a projection points to.
+struct HeldProjection {
+  std::optional<Input> weight;
+  attention::Projection projection;
+};
+
+void def_indexer(nb::module_& m) {
+  nb::class_<HeldProjection>(m, "Projection", "A linear layer, packed or of a weight [out, in], without a bias.")
+      .def(
+          "__init__",
+          [](HeldProjection* self, const gemm::Linear& linear) {
+            new (self) HeldProjection{
+                {}, {&linear, nullptr, DType::bf16, linear.config().out_features, linear.config().in_features}};
+          },
+          nb::arg("linear"), nb::keep_alive<1, 2>())
+      .def(
+          "__init__",
+          [](HeldProjection* self, Input weight) {
+            const attention::Projection projection{nullptr, weight.data(), dtype_of(weight.dtype(), "weight"),
+                                                   size_of(weight.shape(0), "weight"),
+                                                   size_of(weight.shape(1), "weight")};
+            new (self) HeldProjection{std::move(weight), projection};
+          },
+          nb::arg("weight"));
+  nb::class_<attention::Indexer>(m, "Indexer", "Chooses the places that a token attends to.")
+      .def(
+          "__init__",
+          [](attention::Indexer* self, const HeldProjection& q, const HeldProjection& k, const HeldProjection& weights,
+             const Vector& norm_weight, const Vector& norm_bias, float epsilon, int heads, int size, int rotary,
+             int top_k, bool neighbours) {
+            if (norm_weight.shape(0) != static_cast<size_t>(size) || norm_bias.shape(0) != norm_weight.shape(0) ||
+                norm_bias.dtype() != norm_weight.dtype())
+              throw std::invalid_argument("indexer: the norm must have " + std::to_string(size) +
+                                          " weights and biases of one dtype");
+            new (self) attention::Indexer({q.projection, k.projection, weights.projection, norm_weight.data(),
+                                           norm_bias.data(), dtype_of(norm_weight.dtype(), "norm"), epsilon, heads,
+                                           size, rotary, top_k, neighbours});
+          },
+          nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("weights"), nb::arg("norm_weight"), nb::arg("norm_bias"),
+          nb::arg("epsilon"), nb::arg("heads"), nb::arg("size"), nb::arg("rotary"), nb::arg("top_k"),
+          nb::arg("neighbours"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
+}
+
 void def_attention(nb::module_& m) {
   nb::class_<attention::DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
   nb::class_<attention::GroupedAttention, attention::DecoderAttention>(m, "GroupedAttention",
@@ -320,13 +378,15 @@ void def_attention(nb::module_& m) {
   def_gated_delta(m);
   def_short_convolution(m);
   def_mamba2(m);
+  def_indexer(m);
   nb::class_<attention::LatentAttention, attention::DecoderAttention>(m, "LatentAttention",
                                                                       "Latent attention, absorbed.")
       .def(
           "__init__",
           [](attention::LatentAttention* self, const gemm::Linear* q, const gemm::Linear* q_a, const HeldNorm* q_norm,
              const gemm::Linear* q_b, const gemm::Linear& kv, const HeldNorm& kv_norm, Input expansion,
-             const gemm::Linear& o, int heads, int rank, int nope, int rope, int value, bool neighbours, float scale) {
+             const gemm::Linear& o, int heads, int rank, int nope, int rope, int value, bool neighbours, float scale,
+             bool stays, const attention::Indexer* indexer, bool chooses) {
             if (expansion.shape(0) != static_cast<size_t>(heads) * static_cast<size_t>(nope + value) ||
                 expansion.shape(1) != static_cast<size_t>(rank))
               throw std::invalid_argument("attention: kv_b_proj's weight has another shape");
@@ -346,13 +406,18 @@ void def_attention(nb::module_& m) {
             config.value = value;
             config.neighbours = neighbours;
             config.scale = scale;
+            config.stays = stays;
+            config.indexer = indexer;
+            config.chooses = chooses;
             new (self) attention::LatentAttention(config);
           },
           nb::kw_only(), nb::arg("q").none(), nb::arg("q_a").none(), nb::arg("q_norm").none(), nb::arg("q_b").none(),
           nb::arg("kv"), nb::arg("kv_norm"), nb::arg("expansion"), nb::arg("o"), nb::arg("heads"), nb::arg("rank"),
           nb::arg("nope"), nb::arg("rope"), nb::arg("value"), nb::arg("neighbours"), nb::arg("scale"),
+          nb::arg("stays") = false, nb::arg("indexer").none() = nb::none(), nb::arg("chooses") = false,
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
+          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(),
+          nb::keep_alive<1, 18>());
 }
 
 void def_feed_forward(nb::module_& m) {
@@ -430,13 +495,14 @@ void def_decoder(nb::module_& m) {
           "Add a layer. residual: what is added to its input is multiplied with it.")
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
            nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
-           nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(), nb::arg("out"),
-           nb::call_guard<WithoutGil>(),
+           nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(),
+           nb::arg("most_chosen") = 0, nb::arg("out"), nb::call_guard<WithoutGil>(),
            "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. The "
            "cache takes up these tokens, before which `position` came; they attend to those where mask [batch, n] is "
            "true. Consecutive rows are tokens of one text, the first at `position`; the cache has one row. For rows "
            "that "
-           "are not live [batch] bool, no routed expert is computed.")
+           "are not live [batch] bool, no routed expert is computed. Indexers choose at most `most_chosen` places, if "
+           "that is not 0.")
       .def("keep", &keep, nb::kw_only(), nb::arg("cache"), nb::arg("kept"), nb::call_guard<WithoutGil>(),
            "Leave in the cache what the first `kept` tokens of the last step, of consecutive rows, would have left.");
 }

@@ -17,8 +17,10 @@ from ktinject.generation.cache_layers import LayerKind, kinds_of
 from ktinject.generation.cpu import native_ends
 from ktinject.generation.cpu.native_feed_forward import feed_forward
 from ktinject.generation.cpu.native_parts import UnknownLayer, child_of, known, linear, norm, wide
+from ktinject.generation.indexer_spec import IndexerSpec
 from ktinject.generation.layer_spec import GatedDeltaSpec, GroupedAttentionSpec, LatentAttentionSpec
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
+from ktinject.hf import adapters
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_linear import CpuLinear
 
@@ -98,7 +100,7 @@ class NativeLayers:
             return None
         if self._axes:
             positions = positions.expand(self._axes, *positions.shape)
-        found: tuple[Tensor, Tensor] = self.rotary(x, positions)
+        found: tuple[Tensor, Tensor] = parts_of(self.rotary(x, positions))
         return found
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -124,13 +126,21 @@ class NativeLayers:
         return cos.contiguous(), sin.contiguous()
 
 
+def parts_of(rotation: Any) -> Any:
+    """cos and sin of a rotation by complex numbers, as DeepSeek-V2 has it; any other one as it is."""
+    if isinstance(rotation, Tensor) and rotation.is_complex():
+        return rotation.real, rotation.imag
+    return rotation
+
+
 def _layer(
     layer: nn.Module, kind: LayerKind, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
 ) -> tuple[Any, Any, Any, Any, float]:
     """What `_native.Decoder.add` takes for a layer."""
     spec = known(layer_spec.of_layer(layer))
     attention: Any = layer.get_submodule(spec.attention.path)
-    if isinstance(spec.attention, _WITH_STATES) != kind.is_state or kind.indexed:
+    chooses = isinstance(spec.attention, LatentAttentionSpec) and spec.attention.latent.chooses != "none"
+    if isinstance(spec.attention, _WITH_STATES) != kind.is_state or kind.indexed != chooses:
         raise UnknownLayer(f"its cache is not what a {type(attention).__name__} needs")
     if kind.is_chunked:
         raise UnknownLayer("its attention is chunked")
@@ -255,7 +265,7 @@ def _latent(spec: LatentAttentionSpec, module: AbsorbedMla, dtype: torch.dtype) 
         raise UnknownLayer(f"its kv_b_proj is a {type(module.kv_b_proj).__name__} of another dtype")
     if not module.kv_b_proj.weight.is_contiguous():
         raise UnknownLayer("the weight of its kv_b_proj is not contiguous")
-    if latent.rope not in ("halves", "neighbours"):
+    if latent.rope not in ("halves", "neighbours", "complex"):
         raise UnknownLayer(f"it rotates by {latent.rope}")
     return _native.LatentAttention(
         q=None if low else linear(module, "q_proj"),
@@ -273,4 +283,37 @@ def _latent(spec: LatentAttentionSpec, module: AbsorbedMla, dtype: torch.dtype) 
         value=latent.v_head_dim,
         neighbours=latent.rope == "neighbours",
         scale=latent.scaling,
+        stays=latent.rope == "complex",
+        indexer=None if spec.indexer is None else _indexer(spec.indexer, module.indexer, dtype),
+        chooses=latent.chooses != "none",
     )
+
+
+def _indexer(spec: IndexerSpec, module: Any, dtype: torch.dtype) -> Any:
+    """What chooses the places that latent attention attends to."""
+    weight, bias = (tensor.detach() for tensor in (module.k_norm.weight, module.k_norm.bias))
+    if weight.dtype != dtype or bias.dtype != dtype:
+        raise UnknownLayer(f"the norm of its {type(module).__name__} is {weight.dtype}")
+    return _native.Indexer(
+        q=_projection(module, "wq_b"),
+        k=_projection(module, "wk"),
+        weights=_projection(module, "weights_proj"),
+        norm_weight=weight,
+        norm_bias=bias,
+        epsilon=spec.epsilon,
+        heads=spec.heads,
+        size=spec.size,
+        rotary=spec.rotary,
+        top_k=spec.top_k,
+        neighbours=spec.rope == "neighbours",
+    )
+
+
+def _projection(module: Any, name: str) -> Any:
+    """A linear layer that is packed, or one of torch's."""
+    layer = adapters.unadapted(getattr(module, name))
+    if isinstance(layer, CpuLinear):
+        return _native.Projection(layer.native)
+    if type(layer) is not nn.Linear or layer.bias is not None or not layer.weight.is_contiguous():
+        raise UnknownLayer(f"its {name} is a {type(layer).__name__} that is not known")
+    return _native.Projection(layer.weight.detach())

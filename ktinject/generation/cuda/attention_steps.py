@@ -92,7 +92,7 @@ class _Latent:
 
     @classmethod
     def of(cls, spec: LatentAttentionSpec, module: AbsorbedMla) -> _Latent | None:
-        if spec.latent.rope not in ("halves", "neighbours"):
+        if spec.latent.rope not in ("halves", "neighbours") or spec.latent.chooses != "none":
             return None
         if any(p.dtype == torch.float32 for p in module.parameters()):
             return None
