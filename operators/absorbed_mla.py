@@ -182,7 +182,9 @@ class AbsorbedMla(Operator):
         found: Tensor | None = kwargs.get(attention.GIVEN)
         if mask is None or (found is None and self.indexer is None):
             lacks = "attention_mask" if mask is None else attention.GIVEN
-            raise OperatorError(f"absorbed_mla: {lacks}: found None; places are chosen, which needs a tensor.")
+            raise OperatorError(
+                f"absorbed_mla: {lacks}: found None; places are chosen, which needs a tensor."
+            )
         if self.indexer is not None:
             cache, positions = compat.cache_of(kwargs), kwargs.get("position_ids")
             found = self.indexer(

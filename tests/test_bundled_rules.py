@@ -27,14 +27,16 @@ from tests.reference import relative_error
 # Family → how it decodes on the CPU: natively, or the beginning of why not.
 DECODES = {
     "aria_text": "native loop",
-    "deepseek_v2": "layer 0: it rotates by complex",
+    "deepseek_v2": "native loop",
     "deepseek_v3": "native loop",
+    "deepseek_v32": "native loop",
     "dots1": "native loop",
     "ernie4_5_moe": "native loop",
     "exaone_moe": "native loop",
     "gemma4_text": "the model also holds embed_tokens_per_layer",
     "glm4_moe": "native loop",
     "glm4_moe_lite": "native loop",
+    "glm_moe_dsa": "native loop",
     "gpt_oss": "native loop",
     "granitemoe": "native loop",
     "granitemoehybrid": "native loop",

@@ -1,4 +1,4 @@
-"""What an indexer computes, which chooses the places that a token of sparse attention attends to (DeepSeek-V3.2, GLM-5).
+"""What an indexer computes, which chooses the places that a token attends to (DeepSeek-V3.2, GLM-5).
 
     q           = wq_b(low), a head, its first values turned          low: what q_b_proj takes
     k           = k_norm(wk(x)), its first values turned              ← what is cached
@@ -61,7 +61,9 @@ def of_indexer(module: nn.Module) -> IndexerSpec | Support:
         return Support.no(f"its {type(module).__name__} has no {', '.join(names)}, or odd ones")
     norm = found.k_norm
     if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
-        return Support.no(f"the norm of its {type(module).__name__} is no layer norm with a weight and a bias")
+        return Support.no(
+            f"the norm of its {type(module).__name__} is no layer norm with a weight and a bias"
+        )
     heads, size, rotary, top_k = (int(one) for one in sizes if one is not None)
     try:
         rope = _rope(module, heads, size, rotary)
@@ -121,11 +123,16 @@ def _rope(module: nn.Module, heads: int, size: int, rotary: int) -> str | None:
         return found
 
     all_places, few = chosen(mask, _PLACES), chosen(mask, 5)
-    added = chosen(torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min), _PLACES)
+    added = chosen(
+        torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min),
+        _PLACES,
+    )
     takes = seen["wq_b"] is low and torch.equal(seen["wk"], x) and torch.equal(seen["weights_proj"], x)
     for rope in ("halves", "neighbours"):
         turned = [
-            torch.cat([rotate(rope, part[..., :rotary], (angles.cos(), angles.sin())), part[..., rotary:]], -1)
+            torch.cat(
+                [rotate(rope, part[..., :rotary], (angles.cos(), angles.sin())), part[..., rotary:]], -1
+            )
             for part in (queries.view(1, _TOKENS, heads, size).transpose(1, 2), torch.tanh(key)[:, None])
         ]
         products = torch.relu(turned[0] @ index.held[:, None].mT)  # [1, heads, m, n]

@@ -104,7 +104,7 @@ def residual_factor(layer: nn.Module, names: Sequence[str], hands_on: bool = Fal
     def run() -> Any:
         found = _run(layer, children, x, use_cache=True, **arguments, **given)
         if hands_on and (found[1] is not choices[1] or taken[-1] is not choices[0]):
-            raise ValueError("a choice of places is not handed on")
+            raise RuntimeError("a choice of places is not handed on")
         return found[0] if isinstance(found, tuple) else found
 
     try:

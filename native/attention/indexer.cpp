@@ -127,8 +127,7 @@ void Indexer::write(const float* x, const Step& step, const Cached& keys) const 
     for (int i = 0; i < size; ++i) key[i] = (key[i] - static_cast<float>(mean)) * scale * weight[i] + bias[i];
     ops.round(key, size, step.dtype);
     turn(ops, key, size, step, row, config_.neighbours, turned);
-    const size_t slot =
-        product(step.cache_row(row), keys.shape[2]) + static_cast<size_t>(step.position_of(row));
+    const size_t slot = product(step.cache_row(row), keys.shape[2]) + static_cast<size_t>(step.position_of(row));
     ops.store(turned, size, step.dtype, static_cast<std::byte*>(keys.data) + slot * count * step.width());
   }
 }

@@ -40,9 +40,9 @@ attention::Norm norm_of(const HeldNorm* held) { return held == nullptr ? attenti
 struct HeldCache {
   std::vector<Kept> held;
   std::vector<attention::LayerCache> layers;
-  std::vector<attention::Undo> undo;  // of each layer
+  std::vector<attention::Undo> undo;      // of each layer
   std::vector<attention::Choice> choice;  // one, of the last layer with an index
-  int rows = 0;                       // of the last step, if they were consecutive
+  int rows = 0;                           // of the last step, if they were consecutive
 };
 
 attention::Cached cached_of(const Kept& array) {
@@ -54,8 +54,7 @@ attention::Cached cached_of(const Kept& array) {
   return found;
 }
 
-HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second,
-                     std::vector<std::optional<Kept>> third) {
+HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second, std::vector<std::optional<Kept>> third) {
   if (first.empty() || first.size() != second.size())
     throw std::invalid_argument("cache: found " + std::to_string(first.size()) + " and " +
                                 std::to_string(second.size()) + " tensors; expected two of each layer");
@@ -318,23 +317,22 @@ struct HeldProjection {
 };
 
 void def_indexer(nb::module_& m) {
-  nb::class_<HeldProjection>(m, "Projection", "A linear layer, packed or of a weight [out, in], without a bias.")
+  nb::class_<HeldProjection>(m, "Projection", "A linear layer without a bias: packed, or of a weight [out, in].")
       .def(
           "__init__",
-          [](HeldProjection* self, const gemm::Linear& linear) {
-            new (self) HeldProjection{
-                {}, {&linear, nullptr, DType::bf16, linear.config().out_features, linear.config().in_features}};
-          },
-          nb::arg("linear"), nb::keep_alive<1, 2>())
-      .def(
-          "__init__",
-          [](HeldProjection* self, Input weight) {
-            const attention::Projection projection{nullptr, weight.data(), dtype_of(weight.dtype(), "weight"),
-                                                   size_of(weight.shape(0), "weight"),
-                                                   size_of(weight.shape(1), "weight")};
+          [](HeldProjection* self, const gemm::Linear* linear, std::optional<Input> weight) {
+            if ((linear == nullptr) != weight.has_value())
+              throw std::invalid_argument("projection: either a packed layer or a weight is needed");
+            attention::Projection projection;
+            if (linear != nullptr) {
+              projection = {linear, nullptr, DType::bf16, linear->config().out_features, linear->config().in_features};
+            } else {
+              projection = {nullptr, weight->data(), dtype_of(weight->dtype(), "weight"),
+                            size_of(weight->shape(0), "weight"), size_of(weight->shape(1), "weight")};
+            }
             new (self) HeldProjection{std::move(weight), projection};
           },
-          nb::arg("weight"));
+          nb::kw_only(), nb::arg("linear").none() = nb::none(), nb::arg("weight") = nb::none(), nb::keep_alive<1, 2>());
   nb::class_<attention::Indexer>(m, "Indexer", "Chooses the places that a token attends to.")
       .def(
           "__init__",

@@ -115,8 +115,12 @@ def attended(mask: Tensor, chosen: Tensor) -> Tensor:
     chosen   [b, m, k]: places
     """
     shape = (len(chosen), chosen.shape[1], mask.shape[-1])
-    others = torch.ones(shape, dtype=torch.bool, device=mask.device).scatter(-1, chosen.long(), False)[:, None]
-    return mask & ~others if mask.dtype == torch.bool else mask.masked_fill(others, torch.finfo(mask.dtype).min)
+    others = torch.ones(shape, dtype=torch.bool, device=mask.device).scatter(-1, chosen.long(), False)[
+        :, None
+    ]
+    return (
+        mask & ~others if mask.dtype == torch.bool else mask.masked_fill(others, torch.finfo(mask.dtype).min)
+    )
 
 
 def formula(
@@ -314,7 +318,7 @@ def _layout(module: nn.Module) -> LatentSpec | Support:
 def _difference(module: nn.Module, spec: LatentSpec) -> float:
     """The greatest difference of outputs and of what is cached, on two sequences, a prompt and the token after it.
 
-    What is cached is not compared where a module caches keys and values of its heads (transformers 5.17, with an index).
+    What is cached is not compared where a module caches heads' keys and values (transformers 5.17, with an index).
     """
     random = torch.Generator().manual_seed(1)
     n = _SMALL["qk_rope_head_dim"]

@@ -313,7 +313,7 @@ def _projection(module: Any, name: str) -> Any:
     """A linear layer that is packed, or one of torch's."""
     layer = adapters.unadapted(getattr(module, name))
     if isinstance(layer, CpuLinear):
-        return _native.Projection(layer.native)
+        return _native.Projection(linear=layer.native)
     if type(layer) is not nn.Linear or layer.bias is not None or not layer.weight.is_contiguous():
         raise UnknownLayer(f"its {name} is a {type(layer).__name__} that is not known")
-    return _native.Projection(layer.weight.detach())
+    return _native.Projection(weight=layer.weight.detach())
