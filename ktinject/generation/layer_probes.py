@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -72,12 +72,16 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
-def residual_factor(layer: nn.Module, names: Sequence[str], hands_on: bool = False) -> float | Support:
+def residual_factor(
+    layer: nn.Module, names: Sequence[str], hands_on: bool = False, behind: Sequence[str] = ("", "")
+) -> float | Support:
     """What a layer multiplies its parts with: it adds attention of the normed input to that, and then the feed-forward
     part of the sum, normed again.
 
-    names     of norm, attention, norm and feed-forward part, and of what is added to that. Linear attention,
-              convolutions and state spaces give one tensor, other attention its weights along
+    names     of norm, attention, norm and feed-forward part, and of what is added to that; of a norm that there is
+              not, none. Linear attention, convolutions and state spaces give one tensor, other attention its weights
+              along
+    behind    of norms of what attention and the feed-forward part give, or none
     hands_on  attention takes the places that a layer before has chosen and gives its own choice: so does the layer
     """
     x = _random(1, 2, 8).double()
@@ -91,13 +95,23 @@ def residual_factor(layer: nn.Module, names: Sequence[str], hands_on: bool = Fal
             return mixed
         return (mixed, None, choices[1]) if hands_on else (mixed, None)
 
+    def same(x: Tensor) -> Tensor:
+        return x
+
+    norms = (lambda x: torch.sin(x + 0.3), lambda x: torch.tanh(x - 0.5), torch.atan, torch.sinh)
+    before, again, first, last = (
+        norm if name else same for name, norm in zip((names[0], names[2], *behind), norms, strict=True)
+    )
     children = {
-        names[0]: _Stub(lambda x: torch.sin(x + 0.3)),
+        names[0]: _Stub(before),
         names[1]: _Stub(attended, names_kept=True),
-        names[2]: _Stub(lambda x: torch.tanh(x - 0.5)),
+        names[2]: _Stub(again),
         names[3]: _Stub(lambda x: x * x),
+        behind[0]: _Stub(first),
+        behind[1]: _Stub(last),
         **{name: _Stub(torch.exp) for name in names[4:]},
     }
+    children.pop("", None)
     arguments = dict.fromkeys(("attention_mask", "position_ids", compat.CACHE, "position_embeddings"))
     given = {GIVEN: choices[0]} if hands_on else {}
 
@@ -122,12 +136,12 @@ def residual_factor(layer: nn.Module, names: Sequence[str], hands_on: bool = Fal
     except Exception as error:
         return refusal_of(error)
     is_known = all(isinstance(one, Tensor) and one.shape == x.shape for one in (found, attended))
-    mixed = torch.cos(2 * torch.sin(x + 0.3))
+    mixed = first(torch.cos(2 * before(x)))
     # Of digits beyond these, doubles know nothing.
     factor = float(f"{((attended - x) * mixed).sum() / (mixed * mixed).sum():.12g}") if is_known else 0.0
     y = x + factor * mixed
-    z = torch.tanh(y - 0.5)
-    want = y + factor * (z**2 + z.exp() if names[4:] else z**2)
+    z = again(y)
+    want = y + factor * last(z**2 + z.exp() if names[4:] else z**2)
     if is_known and factor > 0 and torch.allclose(found, want, rtol=1e-9, atol=1e-9):
         return factor
     return Support.no("it is not x + attention(norm(x)), and that + feed_forward(norm(that))")
@@ -178,27 +192,31 @@ class Turning:
 
     by_neighbours  pairs of a head's values are (2i, 2i + 1) and stay there; else they are (i, i + n / 2)
     before_norms   norms are of heads that are turned
+    is_none        nothing is turned
     """
 
     by_neighbours: bool = False
     before_norms: bool = False
+    is_none: bool = False
 
 
 BY_HALVES = Turning()
 
 
-def turning(module: Any, heads: Sequence[str], norms: Sequence[str]) -> Turning | Support:
+def turning(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str = "") -> Turning | Support:
     """How attention makes the keys that it caches of what the projection gives.
 
     heads  names of the projections, keys' the second
     norms  of those of its norms of queries and keys that there are
+    gate   of a projection to gates, if there is one
     """
     size = module.head_dim
-    made = {name: getattr(module.get_submodule(name), "out_features", 0) for name in heads[:3]}
+    given = (*heads[:3], gate) if gate else heads[:3]
+    made = {name: getattr(module.get_submodule(name), "out_features", 0) for name in given}
     keys = _random(1, _ROWS, made[heads[1]], seed=4).double()
     angles = _random(1, _ROWS, size // 2, seed=5).double().repeat(1, 1, 2)
     children = {
-        **{name: _Stub(functools.partial(_zeros, made[name])) for name in (heads[0], heads[2])},
+        **{name: _Stub(functools.partial(_zeros, made[name])) for name in given if name != heads[1]},
         heads[1]: _Stub(lambda _: keys),
         **dict.fromkeys(norms, _Stub(_norm)),
     }
@@ -218,13 +236,80 @@ def turning(module: Any, heads: Sequence[str], norms: Sequence[str]) -> Turning 
     else:
         found = None
     split = keys.view(1, _ROWS, -1, size).transpose(1, 2)
-    for way in (Turning(), Turning(True), Turning(False, True), Turning(True, True)):
+    for way in (Turning(), Turning(True), Turning(False, True), Turning(True, True), Turning(is_none=True)):
         want = split if way.before_norms or not norms else _norm(split)
-        want = _turned(want, angles, way.by_neighbours)
+        want = want if way.is_none else _turned(want, angles, way.by_neighbours)
         want = _norm(want) if way.before_norms and norms else want
         if isinstance(found, Tensor) and found.shape == want.shape and torch.allclose(found, want):
             return way
     return Support.no(f"{type(module).__name__} makes keys in another way")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What attention makes of the values of its heads, beside weighing them.
+
+    scale  that they are multiplied with before they are cached
+    gate   a function of what a projection gives, each head's one or each value's, that they are multiplied with
+           before the output projection; none: there is no such
+    """
+
+    scale: float = 1.0
+    gate: Literal["none", "sigmoid", "softplus"] = "none"
+
+
+def outputs(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str = "") -> Outputs | Support:
+    """What attention makes of values: of a text of one token, which sees its own alone. Arguments as `turning` has them."""
+    made = {
+        name: getattr(module.get_submodule(name), "out_features", 0) for name in (*heads[:3], gate) if name
+    }
+    groups = made[heads[1]] // module.head_dim
+    queries = made[heads[0]] // module.head_dim
+    values = _random(1, 1, made[heads[2]], seed=6).double()
+    gates = 3 * _random(1, 1, made.get(gate, 1), seed=7).double()
+    seen: list[Tensor] = []
+
+    def cached(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    angles = torch.zeros(1, 1, module.head_dim, dtype=torch.float64, device="cpu")
+    sinks = getattr(module, "sinks", None)
+    children: dict[str, Any] = {
+        **{name: _Stub(functools.partial(_zeros, made[name])) for name in heads[:2]},
+        heads[2]: _Stub(lambda _: values),
+        heads[3]: _Stub(cached),
+        **dict.fromkeys(norms, _Stub(_norm)),
+    }
+    if gate:
+        children[gate] = _Stub(lambda _: gates)
+    if sinks is not None:  # which are to have no part in it
+        children["sinks"] = torch.full(sinks.shape, -1e9, dtype=torch.float64, device="cpu")
+    try:
+        _run(
+            module,
+            children,
+            _random(1, 1, 8).double(),
+            position_embeddings=(angles.cos(), angles.sin()),
+            attention_mask=None,
+            **{compat.CACHE: None},
+        )
+    except Exception as error:  # transformers' own code, given what it may not be made for
+        return refusal_of(error)
+    split = values.view(groups, -1).repeat_interleave(queries // groups, 0)
+    by_gate = {"none": torch.ones_like(split)}
+    if gate:
+        of_heads = gates.view(queries, -1).expand_as(split)
+        by_gate = {"sigmoid": of_heads.sigmoid(), "softplus": functional.softplus(of_heads)}
+    for name, factors in by_gate.items():
+        want = (split * factors).flatten()
+        found = seen[0].flatten() if seen else want[:0]
+        if found.shape != want.shape:
+            break
+        scale = float(f"{((found * want).sum() / (want * want).sum()).item():.6g}")
+        if scale > 0 and torch.allclose(found, scale * want, rtol=1e-4, atol=1e-5):
+            return Outputs(scale, name)  # type: ignore[arg-type]
+    return Support.no(f"{type(module).__name__} makes something else of values")
 
 
 def _zeros(width: int, x: Tensor) -> Tensor:
@@ -277,7 +362,7 @@ def routing(
     """
     parameters, buffers = dict(router.named_parameters()), dict(router.named_buffers())
     weight_path = _weight_path(router)
-    outer = dict(block.named_buffers(recurse=False))
+    outer = dict(block.named_buffers(recurse=False)) | dict(block.named_parameters(recurse=False))
     corrections = [path for path in (*parameters, *buffers, *outer) if path.endswith(_CORRECTIONS)]
     beside = parameters.keys() - {weight_path, "bias", *corrections}
     if weight_path is None or beside or ("bias" in parameters and weight_path != "weight"):
@@ -318,10 +403,11 @@ def routing(
         out = run(x, x.dtype)
         kept = _run_narrow(run, x.bfloat16(), parameters[weight_path].dtype)
         (ids, weights), (rounded_ids, rounded) = given[0], given[-1]
-        want = torch.tanh(x)
+        beside = torch.zeros_like(x)
         if shared is not None:
-            want = want + torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
-        if not torch.allclose(out, want, atol=1e-5):
+            beside = torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
+        factors = _factors(out, torch.tanh(x), beside)
+        if factors is None:
             return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
         added = drawn[corrections[0]].flatten() if corrections else None
         found = _explained(router, x[0] @ weight.T + bias, added, ids, weights)
@@ -334,12 +420,26 @@ def routing(
         found |= {"correction": corrections[0], "of_block": corrections[0] in outer}
     return {
         **found,
+        "factors": factors,
         "num_experts": experts,
         "rounds": rounded.dtype == torch.bfloat16,
         **_roundings(narrow, found, rounded_ids, rounded),
         "has_bias": "bias" in parameters,
         "weight": weight_path,
     }
+
+
+def _factors(out: Tensor, routed: Tensor, shared: Tensor) -> tuple[float, float] | None:
+    """(a, b) for which out is b · (a · routed + shared), as `MoeSpec` has them. All of one shape, shared may be zeros."""
+    parts = [routed.flatten()] + ([shared.flatten()] if shared.any() else [])
+    solved = torch.linalg.lstsq(torch.stack(parts, -1).double(), out.double().flatten()[:, None]).solution
+    first, *last = (float(f"{one:.6g}") for one in solved[:, 0].tolist())
+    whole = last[0] if last else 1.0
+    want = first * routed + whole * shared
+    if first <= 0 or whole <= 0 or out.shape != want.shape or not torch.allclose(out, want, atol=1e-5):
+        return None
+    near = [1.0 if abs(one - 1) < 1e-5 else one for one in (first / whole, whole)]
+    return near[0], near[1]
 
 
 def _weight_path(router: nn.Module) -> str | None:

@@ -19,7 +19,7 @@ from ktinject.generation import feed_forward_spec, indexer_spec, layer_probes, r
 from ktinject.generation.cpu import openmp
 from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, RouterSpec
 from ktinject.generation.indexer_spec import IndexerSpec
-from ktinject.generation.layer_probes import BY_HALVES, Turning
+from ktinject.generation.layer_probes import BY_HALVES, Outputs, Turning
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.probes import norm
@@ -45,6 +45,8 @@ class GroupedAttentionSpec:
     has_output_gate q_proj gives each head its query and a gate, whose sigmoid the head's output is multiplied with
     output          the name of o_proj
     turning         how queries and keys are turned, and whether before the norms
+    gate            the name of a projection to gates, or none
+    outputs         what is made of values, by these gates among others
     """
 
     path: str
@@ -57,6 +59,8 @@ class GroupedAttentionSpec:
     has_output_gate: bool = False
     output: str = "o_proj"
     turning: Turning = BY_HALVES
+    gate: str = ""
+    outputs: Outputs = Outputs()
 
 
 @dataclass(frozen=True)
@@ -118,13 +122,16 @@ class DecoderLayerSpec:
 
     feed_forward  its path is empty where the layer itself adds shared experts to an MoE block
     residual      r
+    norms_behind  of what attention and the feed-forward part give, where there are such; with them, the other two may
+                  be missing
     """
 
-    input_norm: NormSpec
+    input_norm: NormSpec | None
     attention: MixerSpec
-    post_attention_norm: NormSpec
+    post_attention_norm: NormSpec | None
     feed_forward: FeedForwardSpec
     residual: float = 1.0
+    norms_behind: tuple[NormSpec | None, NormSpec | None] = (None, None)
 
 
 PartSpec = DecoderLayerSpec | NormSpec | MixerSpec | RouterSpec | MoeSpec | RotationSpec
@@ -145,7 +152,16 @@ _LAYERS: tuple[tuple[str, ...], ...] = (
     _MAMBA_LAYER,
     (*_MAMBA_LAYER, "shared_mlp"),
 )
+# Layers that norm what their parts give, too: as above, and the names of these norms. AFMoE's, and FlexOlmo's.
+_NORMED_LAYERS: tuple[tuple[tuple[str, ...], tuple[str, str]], ...] = (
+    (
+        ("input_layernorm", "self_attn", "pre_mlp_layernorm", "mlp"),
+        ("post_attention_layernorm", "post_mlp_layernorm"),
+    ),
+    (("", "self_attn", "", "mlp"), ("post_attention_layernorm", "post_feedforward_layernorm")),
+)
 _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_GATES = {"gate_proj", "g_proj"}
 # And the norms that may be there; the last ones as Hunyuan and LFM2 call them.
 _ATTENTIONS = (
     (_HEADS, ("q_norm", "k_norm")),
@@ -165,32 +181,38 @@ _DELTA = [
 def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
     """The spec of a decoder layer, or why it has none."""
     children = {name for name, _ in layer.named_children()}
-    names = next((names for names in _LAYERS if children == {*names}), None)
+    names, behind = next(
+        (
+            (names, behind)
+            for names, behind in (*((names, ("", "")) for names in _LAYERS), *_NORMED_LAYERS)
+            if children == {*names, *behind} - {""}
+        ),
+        (None, ("", "")),
+    )
     if names is None:
         known = _LINEAR_LAYER if "linear_attn" in children else _LAYER
         return Support.no(f"it holds {', '.join(sorted(children))}; known is {', '.join(sorted(known))}")
     modules = [layer.get_submodule(name) for name in names]
-    before, behind = of_norm(modules[0]), of_norm(modules[2])
+    norms: list[NormSpec | None] = []
     attention = _MIXERS[names[1]](modules[1])
-    for name, found in zip(names, (before, attention, behind)):
+    if isinstance(attention, Support):
+        return Support.no(f"{names[1]}: {attention.reason}")
+    for name in (names[0], names[2], *behind):
+        found = _norm_at(layer, name) if name else None
         if isinstance(found, Support):
-            return Support.no(f"{name}: {found.reason}")
+            return found
+        norms.append(found)
     hands_on = isinstance(attention, LatentAttentionSpec) and attention.latent.hands_on
-    residual = layer_probes.residual_factor(layer, names, hands_on)
+    residual = layer_probes.residual_factor(layer, names, hands_on, behind)
     if isinstance(residual, Support):
         return residual
     feed_forward = replace(feed_forward_spec.of_feed_forward(modules[3]), path=names[3])
     if len(names) > 4:
         shared = feed_forward_spec.of_dense(modules[4])
         feed_forward = feed_forward_spec.with_shared(feed_forward, shared, names[4])
-    assert not isinstance(before, Support) and not isinstance(behind, Support)
-    assert not isinstance(attention, Support)
+    before, again, first, last = norms
     return DecoderLayerSpec(
-        replace(before, path=names[0]),
-        replace(attention, path=names[1]),
-        replace(behind, path=names[2]),
-        feed_forward,
-        residual,
+        before, replace(attention, path=names[1]), again, feed_forward, residual, (first, last)
     )
 
 
@@ -207,9 +229,10 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         return _of_latent(module)
     children = {name: child for name, child in module.named_children() if child is not None}
     heads, norm_names = next(
-        (known for known in _ATTENTIONS if {*known[0]} <= children.keys() <= {*known[0], *known[1]}),
+        (known for known in _ATTENTIONS if {*known[0]} <= children.keys() <= {*known[0], *known[1], *_GATES}),
         (None, ()),
     )
+    gate = "".join(sorted(_GATES & children.keys()))
     if heads is None:
         return Support.no(
             f"{type(module).__name__} holds {', '.join(sorted(children))}; known is {', '.join(_HEADS)}"
@@ -230,16 +253,33 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         if isinstance(found, Support):
             return found
         norms.append(found)
-    turning = layer_probes.turning(module, heads, [name for name in norm_names if name in children])
+    there = [name for name in norm_names if name in children]
+    turning = layer_probes.turning(module, heads, there, gate)
     if isinstance(turning, Support):
         # Norms may be such that their place does not show in the first step.
         if any(norms):
             return turning
         turning = BY_HALVES
-    q = getattr(module.get_submodule(heads[0]), "out_features", 0)
+    q, k, v = (getattr(module.get_submodule(name), "out_features", 0) for name in heads[:3])
     o = getattr(module.get_submodule(heads[3]), "in_features", 0)
+    outputs: Outputs | Support = Outputs()
+    if gate or k != v or hasattr(module, "v_scale"):
+        outputs = layer_probes.outputs(module, heads, there, gate)
+    if isinstance(outputs, Support):
+        return outputs
     return GroupedAttentionSpec(
-        "", size, scaling, index, norms[0], norms[1], "sinks" in parameters, q == 2 * o > 0, heads[3], turning
+        "",
+        size,
+        scaling,
+        index,
+        norms[0],
+        norms[1],
+        "sinks" in parameters,
+        q == 2 * o > 0 and k == v and not gate,
+        heads[3],
+        turning,
+        gate,
+        outputs,
     )
 
 

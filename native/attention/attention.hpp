@@ -53,10 +53,12 @@ struct Step {
   DType dtype = DType::bf16;
   int batch = 1;
   int position = 0;           // of the tokens of this step: so many came before
-  const void* cos = nullptr;  // [batch or 1, rotary] of dtype, or of fp32: what is turned is then rounded at the end
-  const void* sin = nullptr;
+  // [batch or 1, angles] of dtype, or of fp32: what is turned is then rounded at the end.
+  const void *cos = nullptr, *sin = nullptr;
   bool has_wide_rotation = false;
-  int rotary = 0;
+  int angles = 0;
+  // The columns that a layer turns by: kinds of layers may have their own, side by side.
+  int first_angle = 0, rotary = 0;
   bool shared_rotation = false;   // one row for all
   const uint8_t* mask = nullptr;  // [batch, mask_stride], positions up to `position`
   size_t mask_stride = 0;
@@ -76,9 +78,9 @@ struct Step {
   }
   size_t width() const { return dtype_bytes(dtype); }
   const std::byte* rotation(const void* table, int row) const {
+    const size_t before = shared_rotation ? 0 : static_cast<size_t>(row) * static_cast<size_t>(angles);
     return static_cast<const std::byte*>(table) +
-           (shared_rotation ? 0 : static_cast<size_t>(row) * static_cast<size_t>(rotary)) *
-               (has_wide_rotation ? sizeof(float) : width());
+           (before + static_cast<size_t>(first_angle)) * (has_wide_rotation ? sizeof(float) : width());
   }
 };
 
@@ -109,6 +111,10 @@ struct GroupedAttentionConfig {
   bool gated = false;            // q gives [heads, 2, size]: queries, and what the output is gated with (Qwen3-Next)
   bool neighbours = false;       // pairs that are turned are (2i, 2i + 1) and stay there (ERNIE); else (i, i + n / 2)
   bool norms_last = false;       // norms are of heads that are turned (Hunyuan)
+  int value = 0;                 // values of a head of v, if not `size` (MiMo-V2)
+  float value_scale = 1;         // that values are multiplied with before they are cached
+  const gemm::Linear* gate = nullptr;  // from x: what heads, or each of their values, are multiplied with a function of
+  bool has_softplus = false;           // softplus (Laguna); else sigmoid (AFMoE)
 };
 
 class GroupedAttention final : public DecoderAttention {
@@ -120,6 +126,9 @@ class GroupedAttention final : public DecoderAttention {
 
  private:
   void remember(const Step& step, const LayerCache& cache) const;
+  int value() const { return config_.value == 0 ? config_.size : config_.value; }
+  // sum [batch, heads, value] times what the gate says; gate [batch, what its layer gives].
+  void multiply_by_gate(float* sum, float* gate, const Step& step) const;
   // Keys and values of the last step's tokens from `first` on, between the ring and what is remembered of it.
   void copy_ring(const LayerCache& cache, int first, bool to_undo) const;
 

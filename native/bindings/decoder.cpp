@@ -105,7 +105,7 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
     step.has_wide_rotation = cos->dtype() != x.dtype();
     step.cos = cos->data();
     step.sin = sin->data();
-    step.rotary = size_of(cos->shape(1), "cos");
+    step.rotary = step.angles = size_of(cos->shape(1), "cos");
     step.shared_rotation = cos->shape(0) == 1;
   }
   if (mask) {
@@ -361,18 +361,21 @@ void def_attention(nb::module_& m) {
           "__init__",
           [](attention::GroupedAttention* self, const gemm::Linear& q, const gemm::Linear& k, const gemm::Linear& v,
              const gemm::Linear& o, const HeldNorm* q_norm, const HeldNorm* k_norm, int heads, int groups, int size,
-             float scale, int window, std::optional<FloatVector> sinks, bool gated, bool neighbours, bool norms_last) {
+             float scale, int window, std::optional<FloatVector> sinks, bool gated, bool neighbours, bool norms_last,
+             int value, float value_scale, const gemm::Linear* gate, bool has_softplus) {
             if (sinks && sinks->shape(0) != static_cast<size_t>(heads))
               throw std::invalid_argument("attention: one sink a head is needed");
             new (self) attention::GroupedAttention({&q, &k, &v, &o, norm_of(q_norm), norm_of(k_norm), heads, groups,
                                                     size, scale, window, sinks ? sinks->data() : nullptr, gated,
-                                                    neighbours, norms_last});
+                                                    neighbours, norms_last, value, value_scale, gate, has_softplus});
           },
           nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("q_norm").none(),
           nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
           nb::arg("window"), nb::arg("sinks").none(), nb::arg("gated"), nb::arg("neighbours") = false,
-          nb::arg("norms_last") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>());
+          nb::arg("norms_last") = false, nb::arg("value") = 0, nb::arg("value_scale") = 1.0f,
+          nb::arg("gate").none() = nb::none(), nb::arg("has_softplus") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(),
+          nb::keep_alive<1, 19>());
   def_gated_delta(m);
   def_short_convolution(m);
   def_mamba2(m);
@@ -432,7 +435,8 @@ void def_feed_forward(nb::module_& m) {
           [](decode::Mixture* self, const gemm::Linear* router, std::optional<FloatMatrix> weight,
              const std::string& scores, std::optional<FloatVector> correction, int top_k, int groups, int top_groups,
              bool normed, float factor, bool rounds_logits, bool rounds_scores, bool rounds_weights,
-             const moe::Experts& experts, decode::FeedForward* shared, std::optional<Input> gate) {
+             const moe::Experts& experts, decode::FeedForward* shared, std::optional<Input> gate, float routed_factor,
+             float out_factor) {
             if (gate && (gate->shape(0) != 1 || gate->shape(1) != static_cast<size_t>(experts.config().hidden_size)))
               throw std::invalid_argument("the shared experts' gate must be [1, hidden]");
             decode::RouterConfig config;
@@ -458,12 +462,14 @@ void def_feed_forward(nb::module_& m) {
             config.rounds_logits = rounds_logits;
             config.rounds_scores = rounds_scores;
             config.rounds_weights = rounds_weights;
-            new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr);
+            new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr, routed_factor,
+                                      out_factor);
           },
           nb::kw_only(), nb::arg("router").none(), nb::arg("weight") = nb::none(), nb::arg("scores"),
           nb::arg("correction").none(), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"),
           nb::arg("factor"), nb::arg("rounds_logits"), nb::arg("rounds_scores"), nb::arg("rounds_weights"),
-          nb::arg("experts"), nb::arg("shared").none(), nb::arg("gate").none(), nb::keep_alive<1, 2>(),
+          nb::arg("experts"), nb::arg("shared").none(), nb::arg("gate").none(), nb::arg("routed_factor") = 1.0f,
+          nb::arg("out_factor") = 1.0f, nb::keep_alive<1, 2>(),
           nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(),
           nb::keep_alive<1, 16>());
 }
@@ -480,17 +486,22 @@ void def_decoder(nb::module_& m) {
           nb::arg("hidden"), nb::arg("dtype"))
       .def(
           "add",
-          [](decode::Decoder& self, const HeldNorm& before_attention, attention::DecoderAttention& attention,
-             const HeldNorm& before_feed_forward, decode::FeedForward& unit, float residual) {
-            for (const HeldNorm* held : {&before_attention, &before_feed_forward})
-              if (dtype_of(held->weight.dtype(), "norm") != self.dtype())
+          [](decode::Decoder& self, const HeldNorm* before_attention, attention::DecoderAttention& attention,
+             const HeldNorm* before_feed_forward, decode::FeedForward& unit, float residual,
+             const HeldNorm* behind_attention, const HeldNorm* behind_feed_forward, int first_angle, int angles) {
+            for (const HeldNorm* held : {before_attention, before_feed_forward, behind_attention, behind_feed_forward})
+              if (held != nullptr && dtype_of(held->weight.dtype(), "norm") != self.dtype())
                 throw std::invalid_argument("a layer's norm must be of the model's dtype");
-            self.add(before_attention.norm, attention, before_feed_forward.norm, unit, residual);
+            self.add({norm_of(before_attention), &attention, norm_of(before_feed_forward), &unit, residual,
+                      norm_of(behind_attention), norm_of(behind_feed_forward), first_angle, angles});
           },
-          nb::arg("before_attention"), nb::arg("attention"), nb::arg("before_feed_forward"), nb::arg("feed_forward"),
-          nb::arg("residual") = 1.0f, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          nb::keep_alive<1, 5>(), nb::call_guard<WithoutGil>(),
-          "Add a layer. residual: what is added to its input is multiplied with it.")
+          nb::arg("before_attention").none(), nb::arg("attention"), nb::arg("before_feed_forward").none(),
+          nb::arg("feed_forward"), nb::arg("residual") = 1.0f, nb::arg("behind_attention").none() = nb::none(),
+          nb::arg("behind_feed_forward").none() = nb::none(), nb::arg("first_angle") = 0, nb::arg("angles") = -1,
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+          nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::call_guard<WithoutGil>(),
+          "Add a layer. residual: what is added to its input is multiplied with it. Its attention turns by so many "
+          "angles from the first one on; -1: by all.")
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
            nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
            nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(),

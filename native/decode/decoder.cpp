@@ -1,5 +1,6 @@
 #include "decode/decoder.hpp"
 
+#include <algorithm>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -16,17 +17,20 @@ constexpr int kMostRows = (1 << 14) - 1;
 
 }  // namespace
 
-void Decoder::add(const attention::Norm& before_attention, const attention::DecoderAttention& attention,
-                  const attention::Norm& before_feed_forward, const FeedForward& unit, float residual) {
+void Decoder::add(const Layer& layer) {
   const std::string width = std::to_string(hidden_) + " values";
-  for (const attention::Norm& norm : {before_attention, before_feed_forward})
-    if (norm.weight == nullptr || norm.size != hidden_)
+  for (const attention::Norm& norm :
+       {layer.before_attention, layer.before_feed_forward, layer.behind_attention, layer.behind_feed_forward})
+    if (norm.weight != nullptr && norm.size != hidden_)
       throw std::invalid_argument("a layer's norm must be one of " + width);
-  if (!attention.fits(hidden_)) throw std::invalid_argument("attention: expected " + width + " in and out");
-  if (!unit.fits(hidden_)) throw std::invalid_argument("feed-forward: expected " + width + " in and out");
+  if (!layer.attention->fits(hidden_)) throw std::invalid_argument("attention: expected " + width + " in and out");
+  if (!layer.feed_forward->fits(hidden_))
+    throw std::invalid_argument("feed-forward: expected " + width + " in and out");
+  if (layer.first_angle < 0 || layer.angles < -1 || layer.angles % 2 == 1)
+    throw std::invalid_argument("a layer's angles must be an even number from a column on, or all");
   const std::lock_guard turn(turn_);
   auto longer = std::make_shared<Layers>(*layers_);  // steps under way keep the shorter one
-  longer->push_back({before_attention, &attention, before_feed_forward, &unit, residual});
+  longer->push_back(layer);
   layers_ = std::move(longer);
 }
 
@@ -56,10 +60,13 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
   float *stream = memory + stream_at, *normed = memory + normed_at, *out = memory + out_at;
   gemm::vector_ops().widen(x, step.dtype, 1, count, stream);
   auto norm_all = [&](const attention::Norm& norm) {
-    for (int row = 0; row < step.batch; ++row)
+    if (norm.weight == nullptr) std::copy(stream, stream + count, normed);
+    for (int row = 0; norm.weight != nullptr && row < step.batch; ++row)
       ops.rms_norm(stream + row * hidden_, norm, step.dtype, normed + row * hidden_);
   };
-  auto add = [&](float factor) {
+  auto add = [&](const attention::Norm& norm, float factor) {
+    for (int row = 0; norm.weight != nullptr && row < step.batch; ++row)
+      ops.rms_norm(out + row * hidden_, norm, step.dtype, out + row * hidden_);
     if (factor != 1.0f) {
       for (int n = 0; n < count; ++n) out[n] *= factor;
       ops.round(out, count, step.dtype);
@@ -69,11 +76,18 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
   for (int i = first; i < last; ++i) {
     const Layer& layer = (*layers)[static_cast<size_t>(i)];
     norm_all(layer.before_attention);
-    layer.attention->forward(normed, step, caches[static_cast<size_t>(i)], out);
-    add(layer.residual);
+    attention::Step own = step;
+    if (layer.angles >= 0 && step.cos != nullptr) {
+      if (layer.first_angle + layer.angles > step.angles)
+        throw std::invalid_argument("decoder: a layer turns by columns that the rotation does not have");
+      own.first_angle = layer.first_angle;
+      own.rotary = layer.angles;
+    }
+    layer.attention->forward(normed, own, caches[static_cast<size_t>(i)], out);
+    add(layer.behind_attention, layer.residual);
     norm_all(layer.before_feed_forward);
     layer.feed_forward->forward(normed, step.dtype, step.batch, step.live, out);
-    add(layer.residual);
+    add(layer.behind_feed_forward, layer.residual);
   }
   if (final_norm.weight != nullptr) norm_all(final_norm);
   ops.store(final_norm.weight == nullptr ? stream : normed, count, step.dtype, y);

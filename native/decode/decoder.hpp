@@ -6,6 +6,8 @@
 //   x += residual * attention(norm(x))        attention: GroupedAttention or LatentAttention
 //   x += residual * feed_forward(norm(x))     feed_forward: GatedUnit, or Mixture with one beside it
 //
+// What they give may be normed, too, before it is added; a norm before them may be missing.
+//
 // Weights belong to others: packed ones to Linear and Experts, the rest to the model. A decoder only points to them.
 #pragma once
 
@@ -58,11 +60,12 @@ struct RouterConfig {
   bool rounds_logits = false, rounds_scores = false, rounds_weights = false;
 };
 
-// Router and routed experts; added to them, where it is given, what `shared` makes of all tokens, times sigmoid(gate ·
-// x) where there is a gate [hidden] of the model's dtype.
+// Router and routed experts, times `routed_factor`; added to them, where it is given, what `shared` makes of all tokens,
+// times sigmoid(gate · x) where there is a gate [hidden] of the model's dtype; then all times `factor`.
 class Mixture final : public FeedForward {
  public:
-  Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate = nullptr);
+  Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate = nullptr,
+          float routed_factor = 1, float factor = 1);
   bool fits(int hidden) const override;
   void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
 
@@ -75,14 +78,26 @@ class Mixture final : public FeedForward {
   const moe::Experts& experts_;
   const FeedForward* shared_;
   const void* gate_;
+  float routed_factor_, factor_;
+};
+
+// A layer. Norms without a weight are none.
+struct Layer {
+  attention::Norm before_attention;
+  const attention::DecoderAttention* attention = nullptr;
+  attention::Norm before_feed_forward;
+  const FeedForward* feed_forward = nullptr;
+  float residual = 1;
+  attention::Norm behind_attention, behind_feed_forward;
+  // The columns of the step's rotation that its attention turns by; -1: all.
+  int first_angle = 0, angles = -1;
 };
 
 class Decoder {
  public:
   Decoder(int hidden, DType dtype) : hidden_(hidden), dtype_(dtype) {}
 
-  void add(const attention::Norm& before_attention, const attention::DecoderAttention& attention,
-           const attention::Norm& before_feed_forward, const FeedForward& unit, float residual = 1);
+  void add(const Layer& layer);
   int hidden() const { return hidden_; }
   DType dtype() const { return dtype_; }
 
@@ -94,13 +109,6 @@ class Decoder {
   void keep(const std::vector<attention::LayerCache>& caches, int kept) const;
 
  private:
-  struct Layer {
-    attention::Norm before_attention;
-    const attention::DecoderAttention* attention;
-    attention::Norm before_feed_forward;
-    const FeedForward* feed_forward;
-    float residual;
-  };
   using Layers = std::vector<Layer>;
   std::shared_ptr<const Layers> layers_for(const std::vector<attention::LayerCache>& caches) const;
   int hidden_;

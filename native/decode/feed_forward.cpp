@@ -69,8 +69,14 @@ void GatedUnit::forward(const float* x, DType dtype, int batch, const uint8_t* /
   ops.round(out, batch * down_.config().out_features, dtype);
 }
 
-Mixture::Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate)
-    : router_(router), experts_(experts), shared_(shared), gate_(gate) {
+Mixture::Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate,
+                 float routed_factor, float factor)
+    : router_(router),
+      experts_(experts),
+      shared_(shared),
+      gate_(gate),
+      routed_factor_(routed_factor),
+      factor_(factor) {
   const int count = experts.config().experts;
   if ((router_.linear == nullptr) == (router_.weight == nullptr))
     throw std::invalid_argument("router: either a linear layer or a weight is needed");
@@ -106,8 +112,14 @@ void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* liv
     if (live != nullptr && live[row] == 0) std::fill_n(ids + row * top_k, top_k, -1);
   }
   experts_.forward(x, DType::f32, ids, weights, batch, top_k, out);
+  auto times = [&](float factor) {
+    if (factor == 1.0f) return;
+    for (int i = 0; i < batch * hidden; ++i) out[i] *= factor;
+    ops.round(out, batch * hidden, dtype);
+  };
   ops.round(out, batch * hidden, dtype);
-  if (shared_ == nullptr) return;
+  times(routed_factor_);
+  if (shared_ == nullptr) return times(factor_);
   shared_->forward(x, dtype, batch, live, beside);
   for (int row = 0; gate_ != nullptr && row < batch; ++row) {
     float factor;
@@ -119,6 +131,7 @@ void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* liv
     ops.round(one, hidden, dtype);
   }
   ops.add(out, beside, batch * hidden, dtype);
+  times(factor_);
 }
 
 void Mixture::score(const float* x, int batch, float* logits) const {

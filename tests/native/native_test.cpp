@@ -354,7 +354,7 @@ struct Step {
     router.top_k = 2;
     mixture = std::make_unique<Mixture>(router, *experts, nullptr);
     const Norm norm{ones.data(), kHidden, 1e-6f};
-    decoder.add(norm, *attention, norm, *mixture);
+    decoder.add({norm, attention.get(), norm, mixture.get()});
   }
 
   // What a step gives for one token, and the token chosen from that.

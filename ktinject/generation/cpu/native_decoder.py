@@ -23,9 +23,9 @@ from ktinject import _native
 from ktinject.generation import loop
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import LayerKind, tensors_of
-from ktinject.generation.cpu import native_layers
 from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers
 from ktinject.generation.cpu.native_parts import UnknownLayer
+from ktinject.generation.cpu.native_rotation import Rotation, parts_of
 from ktinject.generation.masks import Masks
 from ktinject.operators.offload import submits
 from ktinject.operators.probes import twin
@@ -104,7 +104,8 @@ class NativeDecoder:
         if self.is_proven:
             layers = self._layers
             x = layers.embedded(ids)
-            out = self._run(call, x[:, 0], layers.rotation(x, positions), 0, len(layers), layers.norm)
+            rotation = layers.rotations(x, positions)
+            out = self._run(call, x[:, 0], rotation, 0, len(layers), layers.norm)
             return layers.logits(model, out)
         model = self._comparing(model, call) if self.support else model
         return loop.logits_of(model, ids, self._layers.masks.of(cache, model), positions, cache)[:, -1]
@@ -123,7 +124,7 @@ class NativeDecoder:
         assert model is not None and self.is_proven
         layers = self._layers
         x = layers.embedded(ids)
-        cos, sin = layers.turned(layers.rotation(x, positions), 0)
+        cos, sin = layers.rotations.side_by_side(layers.rotations(x, positions), 0)
         out = torch.empty_like(x[0])
         layers.decoder.forward(
             x=x[0],
@@ -168,14 +169,14 @@ class NativeDecoder:
         self,
         call: _Call,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: Rotation,
         first: int,
         last: int,
         norm: Any = None,
         most_chosen: int = 0,
     ) -> Tensor:
         """x [b, hidden] through layers first to last - 1, of which indexers choose at most so many places."""
-        cos, sin = self._layers.turned(rotation, (slice(None), 0))
+        cos, sin = self._layers.rotations.side_by_side(rotation, (slice(None), 0))
         out = torch.empty_like(x)
         self._layers.decoder.forward(
             x=x,
@@ -208,7 +209,7 @@ class NativeDecoder:
         """A twin of the model that computes the same; what each layer makes of its input is compared with ours."""
         layers = self._layers
         expected = layers.embedded(call.ids)
-        rotation = layers.rotation(expected, call.positions)
+        rotation = layers.rotations(expected, call.positions)
         # So few places that indexers have to choose, however short the text is.
         few = max(1, call.cache_position // 2)
         before: dict[int, list[Tensor]] = {}  # the states of layers that have one
@@ -223,7 +224,7 @@ class NativeDecoder:
             given = kwargs.get("position_embeddings")
             if not torch.equal(x, expected):
                 raise UnknownLayer("it is given something else than the layer before it gave")
-            if not _are_equal(native_layers.parts_of(given), rotation):
+            if not _are_equal(parts_of(given), layers.rotations.of_layer(rotation, index)):
                 raise UnknownLayer("it is given another rotation than the model's own")
             expected = output[0] if isinstance(output, tuple) else output
             kind = layers.kinds[index]

@@ -43,6 +43,8 @@ def feed_forward(
         shared=None
         if spec.shared is None
         else _gated_unit(module.get_submodule(spec.shared.path), spec.shared.names),
+        routed_factor=spec.factors[0],
+        out_factor=spec.factors[1],
         gate=None if spec.shared_gate is None else _gate(module.get_submodule(spec.shared_gate), dtype),
     )
 

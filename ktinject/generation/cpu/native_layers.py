@@ -17,6 +17,7 @@ from ktinject.generation.cache_layers import LayerKind, kinds_of
 from ktinject.generation.cpu import native_ends
 from ktinject.generation.cpu.native_feed_forward import feed_forward
 from ktinject.generation.cpu.native_parts import UnknownLayer, child_of, known, linear, norm, wide
+from ktinject.generation.cpu.native_rotation import Rotations
 from ktinject.generation.indexer_spec import IndexerSpec
 from ktinject.generation.layer_spec import GatedDeltaSpec, GroupedAttentionSpec, LatentAttentionSpec
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
@@ -69,39 +70,17 @@ class NativeLayers:
         self.kinds = kinds_of(model.config)
         if len(self.kinds) != len(self.layers):
             raise UnknownLayer(f"its cache has {len(self.kinds)} layers, the model {len(self.layers)}")
+        self.rotations = Rotations(self.rotary, model.config, weight[:1, None])
         for index, (layer, kind) in enumerate(zip(self.layers, self.kinds)):
             try:
-                self.decoder.add(*_layer(layer, kind, weight.dtype, self.copies))
+                angles = self.rotations.columns(index)
+                self.decoder.add(*_layer(layer, kind, weight.dtype, self.copies, angles))
             except (UnknownLayer, ValueError) as error:
                 raise UnknownLayer(f"layer {index}: {error}") from None
         self.masks = known(masks.of_model(model))
         self._read_as = native_ends.read_as(model, self.path, self.embed.num_embeddings)
         self._embedding_scale = native_ends.embedding_scale(self.module)
         self._logits_scale = native_ends.logits_scale(model)
-        self._frequencies = getattr(self.rotary, "inv_freq", torch.empty(0)).shape[-1]
-        self._axes = 0
-        try:
-            self._find_axes(weight[:1, None])
-        except TypeError as error:  # some have angles for each kind of layer
-            name = type(self.rotary).__name__
-            raise UnknownLayer(f"its {name} is called in another way: {error}") from None
-
-    def _find_axes(self, x: Tensor) -> None:
-        """How the rotary embedding takes positions: that of text and images needs three in some versions."""
-        try:
-            self.rotation(x, torch.zeros(1, 1, dtype=torch.int64))
-        except IndexError:
-            self._axes = 3
-            self.rotation(x, torch.zeros(1, 1, dtype=torch.int64))
-
-    def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of positions [b, 1], as the model gives them to its layers; None if it turns nothing."""
-        if self.rotary is None:
-            return None
-        if self._axes:
-            positions = positions.expand(self._axes, *positions.shape)
-        found: tuple[Tensor, Tensor] = parts_of(self.rotary(x, positions))
-        return found
 
     def embedded(self, ids: Tensor) -> Tensor:
         """[b, 1] ids → [b, 1, hidden], as the model's first layer gets them."""
@@ -116,27 +95,15 @@ class NativeLayers:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def turned(self, rotation: tuple[Tensor, Tensor] | None, row: Any) -> tuple[Tensor | None, Tensor | None]:
-        """cos and sin [b, n] of a token or a row, twice side by side also where the model gives each of them once."""
-        if rotation is None:
-            return None, None
-        cos, sin = (part[row] for part in rotation)
-        if cos.shape[-1] == self._frequencies:
-            cos, sin = (torch.cat([part, part], dim=-1) for part in (cos, sin))
-        return cos.contiguous(), sin.contiguous()
-
-
-def parts_of(rotation: Any) -> Any:
-    """cos and sin of a rotation by complex numbers, as DeepSeek-V2 has it; any other one as it is."""
-    if isinstance(rotation, Tensor) and rotation.is_complex():
-        return rotation.real, rotation.imag
-    return rotation
-
 
 def _layer(
-    layer: nn.Module, kind: LayerKind, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
-) -> tuple[Any, Any, Any, Any, float]:
-    """What `_native.Decoder.add` takes for a layer."""
+    layer: nn.Module,
+    kind: LayerKind,
+    dtype: torch.dtype,
+    copies: list[tuple[Tensor, Tensor]],
+    angles: tuple[int, int],
+) -> tuple[Any, ...]:
+    """What `_native.Decoder.add` takes for a layer. angles: the columns of the rotation that are its kind's."""
     spec = known(layer_spec.of_layer(layer))
     attention: Any = layer.get_submodule(spec.attention.path)
     chooses = isinstance(spec.attention, LatentAttentionSpec) and spec.attention.latent.chooses != "none"
@@ -156,12 +123,15 @@ def _layer(
         native = _latent(spec.attention, attention, dtype)
     else:
         native = _grouped(spec.attention, attention, kind.window, dtype, copies)
+    turns_nothing = isinstance(spec.attention, GroupedAttentionSpec) and spec.attention.turning.is_none
     return (
         norm(spec.input_norm, layer, dtype),
         native,
         norm(spec.post_attention_norm, layer, dtype),
         feed_forward(spec.feed_forward, layer.get_submodule(spec.feed_forward.path), dtype, copies),
         spec.residual,
+        *(norm(one, layer, dtype) for one in spec.norms_behind),
+        *((0, 0) if turns_nothing else angles),
     )
 
 
@@ -176,6 +146,7 @@ def _grouped(
     q, k = child_of(module, "q_proj", CpuLinear), child_of(module, "k_proj", CpuLinear)
     sinks = wide(module.get_parameter("sinks"), copies) if spec.has_sinks else None
     size = spec.head_size * (2 if spec.has_output_gate else 1)
+    groups = k.out_features // spec.head_size
     return _native.GroupedAttention(
         q=q.native,
         k=k.native,
@@ -184,7 +155,7 @@ def _grouped(
         q_norm=None if spec.q_norm is None else norm(spec.q_norm, module, dtype),
         k_norm=None if spec.k_norm is None else norm(spec.k_norm, module, dtype),
         heads=q.out_features // size,
-        groups=k.out_features // spec.head_size,
+        groups=groups,
         size=spec.head_size,
         scale=spec.scaling,
         window=window or 0,
@@ -192,6 +163,10 @@ def _grouped(
         gated=spec.has_output_gate,
         neighbours=spec.turning.by_neighbours,
         norms_last=spec.turning.before_norms,
+        value=child_of(module, "v_proj", CpuLinear).out_features // groups,
+        value_scale=spec.outputs.scale,
+        gate=linear(module, spec.gate) if spec.gate else None,
+        has_softplus=spec.outputs.gate == "softplus",
     )
 
 

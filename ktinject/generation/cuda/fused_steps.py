@@ -135,7 +135,9 @@ class LayerStep:
     def of(cls, spec: DecoderLayerSpec, module: Any, block_counts: Tensor) -> LayerStep | None:
         if isinstance(spec.attention, (Mamba2Spec, ShortConvolutionSpec)):
             return None  # it has a step of its own
-        if spec.residual != 1.0 or not spec.feed_forward.path:
+        if spec.residual != 1.0 or not spec.feed_forward.path or spec.norms_behind != (None, None):
+            return None
+        if spec.input_norm is None or spec.post_attention_norm is None:
             return None
         before, behind = norm_of(spec.input_norm, module), norm_of(spec.post_attention_norm, module)
         mixer = _mixer_of(spec.attention, module.get_submodule(spec.attention.path), block_counts)
