@@ -26,6 +26,7 @@ from tests.reference import relative_error
 
 # Family → how it decodes on the CPU: natively, or the beginning of why not.
 DECODES = {
+    "afmoe": "native loop",
     "aria_text": "native loop",
     "deepseek_v2": "native loop",
     "deepseek_v3": "native loop",
@@ -33,6 +34,7 @@ DECODES = {
     "dots1": "native loop",
     "ernie4_5_moe": "native loop",
     "exaone_moe": "native loop",
+    "flex_olmo": "native loop",
     "gemma4_text": "the model also holds embed_tokens_per_layer",
     "glm4_moe": "native loop",
     "glm4_moe_lite": "native loop",
@@ -44,8 +46,11 @@ DECODES = {
     "hunyuan_v1_moe": "native loop",
     "hy_v3": "native loop",
     "kimi_k2": "native loop",
+    "laguna": "native loop",
     "lfm2_moe": "native loop",
     "llama4_text": "layer 0: it holds feed_forward",
+    "mellum": "native loop",
+    "mimo_v2_flash": "native loop",
     "minimax_m2": "native loop",
     "mixtral": "native loop",
     "olmoe": "native loop",

@@ -258,8 +258,11 @@ class Outputs:
     gate: Literal["none", "sigmoid", "softplus"] = "none"
 
 
+PLAIN_OUTPUTS = Outputs()
+
+
 def outputs(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str = "") -> Outputs | Support:
-    """What attention makes of values: of a text of one token, which sees its own alone. Arguments as `turning` has them."""
+    """What attention makes of values, of a text of one token, which sees its own alone. Arguments as of `turning`."""
     made = {
         name: getattr(module.get_submodule(name), "out_features", 0) for name in (*heads[:3], gate) if name
     }
@@ -430,7 +433,7 @@ def routing(
 
 
 def _factors(out: Tensor, routed: Tensor, shared: Tensor) -> tuple[float, float] | None:
-    """(a, b) for which out is b · (a · routed + shared), as `MoeSpec` has them. All of one shape, shared may be zeros."""
+    """(a, b) for which out is b · (a · routed + shared), as `MoeSpec` has them; shared may be zeros."""
     parts = [routed.flatten()] + ([shared.flatten()] if shared.any() else [])
     solved = torch.linalg.lstsq(torch.stack(parts, -1).double(), out.double().flatten()[:, None]).solution
     first, *last = (float(f"{one:.6g}") for one in solved[:, 0].tolist())

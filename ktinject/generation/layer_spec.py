@@ -19,7 +19,7 @@ from ktinject.generation import feed_forward_spec, indexer_spec, layer_probes, r
 from ktinject.generation.cpu import openmp
 from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, RouterSpec
 from ktinject.generation.indexer_spec import IndexerSpec
-from ktinject.generation.layer_probes import BY_HALVES, Outputs, Turning
+from ktinject.generation.layer_probes import BY_HALVES, PLAIN_OUTPUTS, Outputs, Turning
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.probes import norm
@@ -60,7 +60,7 @@ class GroupedAttentionSpec:
     output: str = "o_proj"
     turning: Turning = BY_HALVES
     gate: str = ""
-    outputs: Outputs = Outputs()
+    outputs: Outputs = PLAIN_OUTPUTS
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         turning = BY_HALVES
     q, k, v = (getattr(module.get_submodule(name), "out_features", 0) for name in heads[:3])
     o = getattr(module.get_submodule(heads[3]), "in_features", 0)
-    outputs: Outputs | Support = Outputs()
+    outputs: Outputs | Support = PLAIN_OUTPUTS
     if gate or k != v or hasattr(module, "v_scale"):
         outputs = layer_probes.outputs(module, heads, there, gate)
     if isinstance(outputs, Support):
