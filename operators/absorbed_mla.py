@@ -10,6 +10,8 @@ The cost of the two forms, a head, for m new tokens over s cached ones (n: nope,
     expanded   s r (n + v) + m s (n + d + v)
     absorbed   m r (n + v) + m s (2r + d)
 so a long prompt takes the expanded one. W_k and W_v are views of kv_b_proj's weight, which stays as it is.
+
+Where an indexer chooses the places that a token attends to (DeepSeek-V3.2, GLM-5), the others are masked.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class AbsorbedMla(Operator):
     Config = AbsorbedMlaConfig
     device_types = ("cuda", "cpu")
     capturable = True
-    keeps = (*attention.QUERY, *attention.LATENT, attention.OUTPUT)
+    keeps = (*attention.QUERY, *attention.LATENT, attention.OUTPUT, attention.INDEXER)
 
     q_proj: nn.Module
     q_a_proj: nn.Module | None
@@ -70,12 +72,15 @@ class AbsorbedMla(Operator):
     kv_a_layernorm: nn.Module
     kv_b_proj: nn.Linear
     o_proj: nn.Module
+    indexer: Any
 
     def __init__(self, module: nn.Module, spec: LatentSpec, config: AbsorbedMlaConfig) -> None:
         super().__init__()
         self.spec = spec
         self.config = config
         self.kv_values_per_token = spec.kv_lora_rank + spec.qk_rope_head_dim
+        if spec.chooses == "own":
+            self.kv_values_per_token += getattr(module.get_submodule(attention.INDEXER), "head_dim", 0)
         self._dtype = getattr(module, EXPANSION).weight.dtype
         for name in attention.CHILDREN:
             setattr(self, name, getattr(module, name, None))
@@ -109,7 +114,7 @@ class AbsorbedMla(Operator):
     @property
     def cache_bytes(self) -> int:
         """Bytes that a token adds to the cache in this layer."""
-        return (self.spec.kv_lora_rank + self.spec.qk_rope_head_dim) * self._dtype.itemsize
+        return self.kv_values_per_token * self._dtype.itemsize
 
     def forward(
         self,
@@ -118,22 +123,26 @@ class AbsorbedMla(Operator):
         position_embeddings: Positions = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """hidden_states [b, m, hidden] → ([b, m, hidden], None).
+    ) -> tuple[Tensor, None] | tuple[Tensor, None, Tensor]:
+        """hidden_states [b, m, hidden] → ([b, m, hidden], None), and the chosen places, if it hands them on.
 
         position_embeddings  of these m tokens, as the model's rotary embedding gives them
         attention_mask       [b or 1, 1, m, s]: bool, True to attend, or floats to add; None: all of s for one token,
                              causal for several, which are then the first
         kwargs               the cache, any of transformers' with keys and values of their own widths; of packed
                              requests, what `Packed` reads: each half of a token's latent and key is cached as a head,
-                             for the paged cache has keys and values of one width
-        Raises               OperatorError for another mask, or if attention weights are asked for
+                             for the paged cache has keys and values of one width; and for a layer that goes by another
+                             one's choice, the places that this has chosen [b, m, k]
+        Raises               OperatorError for another mask, if attention weights are asked for, or if there is no mask
+                             or choice where places are chosen
         """
         if kwargs.get("output_attentions"):
             raise OperatorError("absorbed_mla: attention weights are not kept. Leave output_attentions out.")
         spec = self.spec
         b, m, _ = hidden_states.shape
-        q = self._query(hidden_states).view(b, m, spec.num_heads, -1).transpose(1, 2)
+        low = None if self.q_a_proj is None else self.q_a_layernorm(self.q_a_proj(hidden_states))
+        q = self.q_proj(hidden_states) if low is None else self.q_b_proj(low)  # type: ignore[misc]
+        q = q.view(b, m, spec.num_heads, -1).transpose(1, 2)
         q_nope, q_rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states)[:, None].split(
             [spec.kv_lora_rank, spec.qk_rope_head_dim], -1
@@ -149,12 +158,40 @@ class AbsorbedMla(Operator):
         if packed is None and attention_mask is None and m > 1:
             # transformers leaves the mask out for the first tokens only; a static cache is longer than they are.
             latent, k_rope = latent[:, :, :m], k_rope[:, :, :m]
+        chosen = None
         if packed is not None and attention_mask is None:
             out = self._of_texts(packed, q_nope, q_rope, latent, k_rope)
         else:
             _check_mask(attention_mask, b, m, latent.shape[2])
+            if spec.chooses != "none":
+                chosen = self._chosen(hidden_states, low, position_embeddings, attention_mask, kwargs)
+                attention_mask = attention.attended(attention_mask, chosen)  # type: ignore[arg-type]
             out = self._attend(q_nope, q_rope, latent, k_rope, attention_mask)
-        return self.o_proj(out.reshape(b, m, -1)), None
+        out = self.o_proj(out.reshape(b, m, -1))
+        return (out, None, chosen) if spec.hands_on and chosen is not None else (out, None)
+
+    def _chosen(
+        self,
+        hidden_states: Tensor,
+        low: Tensor | None,
+        position_embeddings: Positions,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """[b, m, k]: the places that are attended to, beside others that the mask hides."""
+        found: Tensor | None = kwargs.get(attention.GIVEN)
+        if mask is None or (found is None and self.indexer is None):
+            lacks = "attention_mask" if mask is None else attention.GIVEN
+            raise OperatorError(
+                f"absorbed_mla: {lacks}: found None; places are chosen, which needs a tensor."
+            )
+        if self.indexer is not None:
+            cache, positions = compat.cache_of(kwargs), kwargs.get("position_ids")
+            found = self.indexer(
+                hidden_states, low, position_embeddings, mask[:, 0], positions, **{compat.CACHE: cache}
+            )
+        assert found is not None
+        return found
 
     def _attend(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None
@@ -188,11 +225,6 @@ class AbsorbedMla(Operator):
             mask = packed_attention.causal_mask(m, s, q.device) if 1 < m < s else None
             out[:, text.queries] = self._attend(q, q_r, k, k_r, mask).reshape(1, m, -1)
         return out
-
-    def _query(self, hidden_states: Tensor) -> Tensor:
-        if self.q_a_proj is None:
-            return self.q_proj(hidden_states)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
 
     def absorbs(self, m: int, s: int) -> bool:
         """Which form m new tokens over s take; decided by shapes alone, so that a captured graph holds."""

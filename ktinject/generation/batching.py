@@ -194,6 +194,8 @@ def _latent(model: Any) -> Support | None:
             return Support.no(
                 f"{path} is a {type(module).__name__}, whose keys and values differ in width; absorbed_mla can"
             )
+        if module.spec.chooses != "none":
+            return Support.no(f"{path} attends to places that an indexer chooses")
         if (module.spec.kv_lora_rank + module.spec.qk_rope_head_dim) % 2:
             return Support.no(f"{path} caches an odd number of values a token")
     return SUPPORTED

@@ -90,6 +90,7 @@ class MoeSpec:
     shared       None: there are none
     shared_gate  path of a linear layer to one value, whose sigmoid the shared output is multiplied with, or None
     narrow       paths of the linear layers to experts that are narrower than the model, and back; or none
+    factors      that the routed sum is multiplied with, and then the whole
     """
 
     path: str
@@ -98,6 +99,7 @@ class MoeSpec:
     shared: DenseSpec | None
     shared_gate: str | None
     narrow: tuple[str, ...] = ()
+    factors: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def with_shared(spec: FeedForwardSpec, shared: DenseSpec | Support, path: str) -
         return spec
     if isinstance(shared, Support):
         return OtherFeedForward("", shared.reason)
-    if not isinstance(spec, MoeSpec) or spec.shared is not None:
+    if not isinstance(spec, MoeSpec) or spec.shared is not None or spec.factors != (1.0, 1.0):
         return OtherFeedForward(
             "", f"beside {path} stands something else than an MoE block without shared experts"
         )
@@ -171,9 +173,12 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
     found = _routing(block, gate, _plain_router(block.get_submodule(gate)), (*shared, *gated), narrow)
     if isinstance(found, Support):
         return found
+    found = dict(found)
+    factors = found.pop("factors")
     return MoeSpec(
         path="",
         router=RouterSpec(gate, **found),
+        factors=factors,
         experts="experts",
         shared=None if dense is None else replace(dense, path=shared[0]),
         shared_gate="shared_expert_gate" if gated else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.nn import functional
 from ktinject.hf import compat
 from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import refusal_of
+from ktinject.operators.probes.attention import GIVEN
 from ktinject.support import SUPPORTED, Support
 
 ROWS = 3
@@ -34,14 +35,16 @@ PLAIN_UNIT = ("up_proj", "down_proj")
 class Stub(nn.Module):
     """A child that computes a function of its first argument."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], names_kept: bool = False) -> None:
+        """names_kept  the function takes other arguments by name, too"""
         super().__init__()
-        self.function = function
+        self.function, self._names_kept = function, names_kept
         # For those who ask a norm for its dtype: nothing that is given is rounded.
         self.weight = torch.empty(0, dtype=torch.float64)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(args[0] if args else kwargs["hidden_states"], *args[1:])
+        x = args[0] if args else kwargs.pop("hidden_states")
+        return self.function(x, *args[1:], **kwargs if self._names_kept else {})
 
 
 def run_twin(module: nn.Module, changed: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -97,22 +100,36 @@ _FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
 )
 
 
-def residual_factor(layer: nn.Module, names: LayerNames, gives_more: bool) -> float | Support:
+def residual_factor(
+    layer: nn.Module, names: LayerNames, gives_more: bool, hands_on: bool = False
+) -> float | Support:
     """What a layer multiplies its parts with. It adds attention of its input to that, and then the feed-forward part of
     the sum; norms are before and behind each part, where there are names for them.
 
     gives_more  its attention gives its weights along
+    hands_on    its attention takes the places that a layer before has chosen, and gives its own choice: so does the
+                layer
     """
     x = random(1, 2, 8).double()
     functions = {name: function for name, function in zip(names, _FUNCTIONS) if name}
     children = {name: Stub(function) for name, function in functions.items()}
     attention = functions.get(names.attention, torch.cos)
+    choices = torch.tensor([[[0], [1]]]), torch.tensor([[[1], [0]]])
+    taken: list[Any] = []
+
+    def attended(x: Tensor, **kwargs: Any) -> Any:
+        taken.append(kwargs.get(GIVEN))
+        return (attention(x), None, choices[1]) if hands_on else (attention(x), None)
+
     if gives_more:
-        children[names.attention] = Stub(lambda x: (attention(x), None))
+        children[names.attention] = Stub(attended, names_kept=True)
     arguments = dict.fromkeys(("attention_mask", "position_ids", compat.CACHE, "position_embeddings"))
+    given = {GIVEN: choices[0]} if hands_on else {}
 
     def run() -> Any:
-        found = run_twin(layer, children, x, use_cache=True, **arguments)
+        found = run_twin(layer, children, x, use_cache=True, **arguments, **given)
+        if hands_on and (found[1] is not choices[1] or taken[-1] is not choices[0]):
+            raise RuntimeError("a choice of places is not handed on")
         return found[0] if isinstance(found, tuple) else found
 
     try:
@@ -264,27 +281,31 @@ class Turning:
 
     by_neighbours  pairs of a head's values are (2i, 2i + 1) and stay there; else they are (i, i + n / 2)
     before_norms   norms are of heads that are turned
+    is_none        nothing is turned
     """
 
     by_neighbours: bool = False
     before_norms: bool = False
+    is_none: bool = False
 
 
 BY_HALVES = Turning()
 
 
-def turning(module: Any, heads: Sequence[str], norms: Sequence[str]) -> Turning | Support:
+def turning(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str = "") -> Turning | Support:
     """How attention makes the keys that it caches of what the projection gives.
 
     heads  names of the projections, keys' the second
     norms  of those of its norms of queries and keys that there are
+    gate   of a projection to gates, if there is one
     """
     size = module.head_dim
-    made = {name: getattr(module.get_submodule(name), "out_features", 0) for name in heads[:3]}
+    given = (*heads[:3], gate) if gate else heads[:3]
+    made = {name: getattr(module.get_submodule(name), "out_features", 0) for name in given}
     keys = random(1, ROWS, made[heads[1]], seed=4).double()
     angles = random(1, ROWS, size // 2, seed=5).double().repeat(1, 1, 2)
     children = {
-        **{name: Stub(functools.partial(_zeros, made[name])) for name in (heads[0], heads[2])},
+        **{name: Stub(functools.partial(_zeros, made[name])) for name in given if name != heads[1]},
         heads[1]: Stub(lambda _: keys),
         **dict.fromkeys(norms, Stub(_norm)),
     }
@@ -304,13 +325,83 @@ def turning(module: Any, heads: Sequence[str], norms: Sequence[str]) -> Turning 
     else:
         found = None
     split = keys.view(1, ROWS, -1, size).transpose(1, 2)
-    for way in (Turning(), Turning(True), Turning(False, True), Turning(True, True)):
+    for way in (Turning(), Turning(True), Turning(False, True), Turning(True, True), Turning(is_none=True)):
         want = split if way.before_norms or not norms else _norm(split)
-        want = _turned(want, angles, way.by_neighbours)
+        want = want if way.is_none else _turned(want, angles, way.by_neighbours)
         want = _norm(want) if way.before_norms and norms else want
         if isinstance(found, Tensor) and found.shape == want.shape and torch.allclose(found, want):
             return way
     return Support.no(f"{type(module).__name__} makes keys in another way")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What attention makes of the values of its heads, beside weighing them.
+
+    scale  that they are multiplied with before they are cached
+    gate   a function of what a projection gives, each head's one or each value's, that they are multiplied with
+           before the output projection; none: there is no such
+    """
+
+    scale: float = 1.0
+    gate: Literal["none", "sigmoid", "softplus"] = "none"
+
+
+PLAIN_OUTPUTS = Outputs()
+
+
+def outputs(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str = "") -> Outputs | Support:
+    """What attention makes of values, of a text of one token, which sees its own alone. Arguments as of `turning`."""
+    made = {
+        name: getattr(module.get_submodule(name), "out_features", 0) for name in (*heads[:3], gate) if name
+    }
+    groups = made[heads[1]] // module.head_dim
+    queries = made[heads[0]] // module.head_dim
+    values = random(1, 1, made[heads[2]], seed=6).double()
+    gates = 3 * random(1, 1, made.get(gate, 1), seed=7).double()
+    seen: list[Tensor] = []
+
+    def cached(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    angles = torch.zeros(1, 1, module.head_dim, dtype=torch.float64, device="cpu")
+    sinks = getattr(module, "sinks", None)
+    children: dict[str, Any] = {
+        **{name: Stub(functools.partial(_zeros, made[name])) for name in heads[:2]},
+        heads[2]: Stub(lambda _: values),
+        heads[3]: Stub(cached),
+        **dict.fromkeys(norms, Stub(_norm)),
+    }
+    if gate:
+        children[gate] = Stub(lambda _: gates)
+    if sinks is not None:  # which are to have no part in it
+        children["sinks"] = torch.full(sinks.shape, -1e9, dtype=torch.float64, device="cpu")
+    try:
+        run_twin(
+            module,
+            children,
+            random(1, 1, 8).double(),
+            position_embeddings=(angles.cos(), angles.sin()),
+            attention_mask=None,
+            **{compat.CACHE: None},
+        )
+    except Exception as error:  # transformers' own code, given what it may not be made for
+        return refusal_of(error)
+    split = values.view(groups, -1).repeat_interleave(queries // groups, 0)
+    by_gate = {"none": torch.ones_like(split)}
+    if gate:
+        of_heads = gates.view(queries, -1).expand_as(split)
+        by_gate = {"sigmoid": of_heads.sigmoid(), "softplus": functional.softplus(of_heads)}
+    for name, factors in by_gate.items():
+        want = (split * factors).flatten()
+        found = seen[0].flatten() if seen else want[:0]
+        if found.shape != want.shape:
+            break
+        scale = float(f"{((found * want).sum() / (want * want).sum()).item():.6g}")
+        if scale > 0 and torch.allclose(found, scale * want, rtol=1e-4, atol=1e-5):
+            return Outputs(scale, name)  # type: ignore[arg-type]
+    return Support.no(f"{type(module).__name__} makes something else of values")
 
 
 def _zeros(width: int, x: Tensor) -> Tensor:

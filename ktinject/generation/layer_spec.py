@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ktinject.generation import feed_forward_spec, layer_probes, recurrent_spec
+from ktinject.generation import feed_forward_spec, indexer_spec, layer_probes, recurrent_spec
 from ktinject.generation.cpu import openmp
 from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, RouterSpec
-from ktinject.generation.layer_probes import BY_HALVES, LayerNames, Turning
+from ktinject.generation.indexer_spec import IndexerSpec
+from ktinject.generation.layer_probes import BY_HALVES, PLAIN_OUTPUTS, LayerNames, Outputs, Turning
 from ktinject.generation.recurrent_spec import (
     GatedDeltaSpec,
     KimiDeltaSpec,
@@ -49,6 +50,8 @@ class GroupedAttentionSpec:
     has_output_gate q_proj gives each head its query and a gate, whose sigmoid the head's output is multiplied with
     output          the name of o_proj
     turning         how queries and keys are turned, and whether before the norms
+    gate            the name of a projection to gates, or none
+    outputs         what is made of values, by these gates among others
     """
 
     path: str
@@ -61,19 +64,23 @@ class GroupedAttentionSpec:
     has_output_gate: bool = False
     output: str = "o_proj"
     turning: Turning = BY_HALVES
+    gate: str = ""
+    outputs: Outputs = PLAIN_OUTPUTS
 
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
     """Attention to a cached latent, as `absorbed_mla` computes it.
 
-    q_norm  of the low-rank query; None: the query has full rank
+    q_norm   of the low-rank query; None: the query has full rank
+    indexer  what chooses the places that are attended to; None: nothing does, or a layer before (`latent.chooses`)
     """
 
     path: str
     latent: LatentSpec
     q_norm: NormSpec | None
     kv_norm: NormSpec
+    indexer: IndexerSpec | None = None
 
     @property
     def layer_idx(self) -> int:
@@ -139,10 +146,13 @@ _LAYERS = (
     LayerNames(
         "self_attn", "mlp", behind_attention=_NORMS[1], behind_feed_forward="post_feedforward_layernorm"
     ),
+    # AFMoE has them before and behind.
+    LayerNames("self_attn", "mlp", _NORMS[0], "pre_mlp_layernorm", _NORMS[1], "post_mlp_layernorm"),
 )
 # What Nemotron-H's layers hold, each a part of its own.
 _ALONE = {"norm", "mixer"}
 _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_GATES = {"gate_proj", "g_proj"}
 # And the norms that may be there; the last ones as Hunyuan and LFM2 call them.
 _ATTENTIONS = (
     (_HEADS, ("q_norm", "k_norm")),
@@ -175,7 +185,8 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
         if isinstance(found, Support):
             return found
         norms.append(found)
-    residual = layer_probes.residual_factor(layer, names, isinstance(attention, AttentionSpec))
+    hands_on = isinstance(attention, LatentAttentionSpec) and attention.latent.hands_on
+    residual = layer_probes.residual_factor(layer, names, isinstance(attention, AttentionSpec), hands_on)
     if isinstance(residual, Support):
         return residual
     feed_forward: FeedForwardSpec | None = None
@@ -217,9 +228,10 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         return _of_latent(module)
     children = {name: child for name, child in module.named_children() if child is not None}
     heads, norm_names = next(
-        (known for known in _ATTENTIONS if {*known[0]} <= children.keys() <= {*known[0], *known[1]}),
+        (known for known in _ATTENTIONS if {*known[0]} <= children.keys() <= {*known[0], *known[1], *_GATES}),
         (None, ()),
     )
+    gate = "".join(sorted(_GATES & children.keys()))
     if heads is None:
         return Support.no(
             f"{type(module).__name__} holds {', '.join(sorted(children))}; known is {', '.join(_HEADS)}"
@@ -240,25 +252,44 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         if isinstance(found, Support):
             return found
         norms.append(found)
-    turning = layer_probes.turning(module, heads, [name for name in norm_names if name in children])
+    there = [name for name in norm_names if name in children]
+    turning = layer_probes.turning(module, heads, there, gate)
     if isinstance(turning, Support):
         # Norms may be such that their place does not show in the first step.
         if any(norms):
             return turning
         turning = BY_HALVES
-    q = getattr(module.get_submodule(heads[0]), "out_features", 0)
+    q, k, v = (getattr(module.get_submodule(name), "out_features", 0) for name in heads[:3])
     o = getattr(module.get_submodule(heads[3]), "in_features", 0)
+    outputs: Outputs | Support = PLAIN_OUTPUTS
+    if gate or k != v or hasattr(module, "v_scale"):
+        outputs = layer_probes.outputs(module, heads, there, gate)
+    if isinstance(outputs, Support):
+        return outputs
     return GroupedAttentionSpec(
-        "", size, scaling, index, norms[0], norms[1], "sinks" in parameters, q == 2 * o > 0, heads[3], turning
+        "",
+        size,
+        scaling,
+        index,
+        norms[0],
+        norms[1],
+        "sinks" in parameters,
+        q == 2 * o > 0 and k == v and not gate,
+        heads[3],
+        turning,
+        gate,
+        outputs,
     )
 
 
 def _of_latent(module: AbsorbedMla) -> LatentAttentionSpec | Support:
     query = None if module.q_a_proj is None else _norm_at(module, "q_a_layernorm")
     latent = _norm_at(module, "kv_a_layernorm")
-    if isinstance(query, Support):
-        return query
-    return latent if isinstance(latent, Support) else LatentAttentionSpec("", module.spec, query, latent)
+    indexer = indexer_spec.of_indexer(module.indexer) if module.spec.chooses == "own" else None
+    for found in (query, latent, indexer):
+        if isinstance(found, Support):
+            return found
+    return LatentAttentionSpec("", module.spec, query, latent, indexer)  # type: ignore[arg-type]
 
 
 def _norm_at(module: nn.Module, name: str) -> NormSpec | Support:

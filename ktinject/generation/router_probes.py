@@ -39,7 +39,7 @@ def routing(
     """
     parameters, buffers = dict(router.named_parameters()), dict(router.named_buffers())
     weight_path = _weight_path(router)
-    outer = dict(block.named_buffers(recurse=False))
+    outer = dict(block.named_buffers(recurse=False)) | dict(block.named_parameters(recurse=False))
     corrections = [path for path in (*parameters, *buffers, *outer) if path.endswith(_CORRECTIONS)]
     beside = parameters.keys() - {weight_path, "bias", *corrections}
     if weight_path is None or beside or ("bias" in parameters and weight_path != "weight"):
@@ -81,10 +81,11 @@ def routing(
         out = run(x, x.dtype)
         kept = _run_narrow(run, x.bfloat16(), parameters[weight_path].dtype)
         (ids, weights), (rounded_ids, rounded) = given[0], given[-1]
-        want = torch.atan(torch.tanh(torch.sin(x))) if narrow else torch.tanh(x)
+        beside = torch.zeros_like(x)
         if shared is not None:
-            want = want + torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
-        if not torch.allclose(out, want, atol=1e-5):
+            beside = torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
+        factors = _factors(out, torch.atan(torch.tanh(torch.sin(x))) if narrow else torch.tanh(x), beside)
+        if factors is None:
             return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
         added = drawn[corrections[0]].flatten() if corrections else None
         found = _explained(router, x[0] @ weight.T + bias, added, ids, weights)
@@ -97,12 +98,26 @@ def routing(
         found |= {"correction": corrections[0], "of_block": corrections[0] in outer}
     return {
         **found,
+        "factors": factors,
         "num_experts": experts,
         "rounds": rounded.dtype == torch.bfloat16,
         **_roundings(rounded_logits, found, rounded_ids, rounded),
         "has_bias": "bias" in parameters,
         "weight": weight_path,
     }
+
+
+def _factors(out: Tensor, routed: Tensor, shared: Tensor) -> tuple[float, float] | None:
+    """(a, b) for which out is b · (a · routed + shared), as `MoeSpec` has them; shared may be zeros."""
+    parts = [routed.flatten()] + ([shared.flatten()] if shared.any() else [])
+    solved = torch.linalg.lstsq(torch.stack(parts, -1).double(), out.double().flatten()[:, None]).solution
+    first, *last = (float(f"{one:.6g}") for one in solved[:, 0].tolist())
+    whole = last[0] if last else 1.0
+    want = first * routed + whole * shared
+    if first <= 0 or whole <= 0 or out.shape != want.shape or not torch.allclose(out, want, atol=1e-5):
+        return None
+    near = [1.0 if abs(one - 1) < 1e-5 else one for one in (first / whole, whole)]
+    return near[0], near[1]
 
 
 def _weight_path(router: nn.Module) -> str | None:

@@ -1,11 +1,16 @@
 // Attention of one token a row: projections on the pool, norms and rotation by the caller, then tasks of (some heads of
 // a row, some positions of the cache), whose results are put together by head.
 #include <algorithm>
+#include <cmath>
+#include <span>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "attention/attention.hpp"
+#include "attention/indexer.hpp"
 #include "attention/tasks.hpp"
+#include "attention/turning.hpp"
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
 
@@ -75,36 +80,6 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
   });
 }
 
-// q [n] with its first `rotary` values turned, the rest as it is.
-void turn(const gemm::StepOps& ops, const float* q, int n, const Step& step, int row, bool neighbours, float* out) {
-  ops.rotate(q, step.rotation(step.cos, row), step.rotation(step.sin, row), step.rotary, neighbours, step.dtype, out);
-  std::copy(q + step.rotary, q + n, out + step.rotary);
-}
-
-// The same for pairs (2i, 2i + 1) that stay where they are, and for tables in fp32.
-void turn_in_place(const gemm::StepOps& ops, const float* q, int n, const Step& step, int row, bool neighbours,
-                   float* tables, float* out) {
-  const int rotary = step.rotary, half = rotary / 2;
-  float *cos = tables, *sin = tables + rotary;
-  const DType dtype = step.has_wide_rotation ? DType::f32 : step.dtype;
-  ops.widen(step.rotation(step.cos, row), rotary, dtype, cos);
-  ops.widen(step.rotation(step.sin, row), rotary, dtype, sin);
-  float *turned = tables + 2 * rotary, *across = turned + rotary;
-  for (int i = 0; i < half; ++i) {
-    const int a = neighbours ? 2 * i : i, b = neighbours ? 2 * i + 1 : half + i;
-    const int other = neighbours ? i : half + i;  // where the table has what the second of a pair takes
-    turned[a] = q[a] * cos[i];
-    turned[b] = q[b] * cos[other];
-    across[a] = -q[b] * sin[i];
-    across[b] = q[a] * sin[other];
-  }
-  ops.round(turned, rotary, dtype);
-  ops.round(across, rotary, dtype);
-  for (int i = 0; i < rotary; ++i) out[i] = turned[i] + across[i];
-  ops.round(out, rotary, step.dtype);
-  std::copy(q + rotary, q + n, out + rotary);
-}
-
 void* at(void* base, size_t element, const Step& step) {
   return static_cast<std::byte*>(base) + element * step.width();
 }
@@ -170,7 +145,11 @@ GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(conf
     throw std::invalid_argument("attention: heads must be a multiple of groups");
   expect(config_.q, config_.heads * config_.size * (config_.gated ? 2 : 1), "q_proj");
   expect(config_.k, config_.groups * config_.size, "k_proj");
-  expect(config_.v, config_.groups * config_.size, "v_proj");
+  expect(config_.v, config_.groups * value(), "v_proj");
+  if (config_.gate != nullptr && config_.gate->config().out_features != config_.heads)
+    expect(config_.gate, config_.heads * value(), "the projection to gates");
+  if (config_.gated && (config_.gate != nullptr || value() != config_.size))
+    throw std::invalid_argument("attention: gates from q_proj beside others, or beside values of another size");
   for (const auto& [norm, count] : {std::pair{config_.q_norm, config_.heads}, {config_.k_norm, config_.groups}}) {
     if (norm.weight == nullptr || norm.size == config_.size) continue;
     if (norm.size != count * config_.size)
@@ -184,31 +163,36 @@ GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(conf
 }
 
 bool GroupedAttention::fits(int hidden) const {
-  for (const gemm::Linear* linear : {config_.q, config_.k, config_.v})
-    if (linear->config().in_features != hidden) return false;
-  return config_.o->config().in_features == config_.heads * config_.size && config_.o->config().out_features == hidden;
+  for (const gemm::Linear* linear : {config_.q, config_.k, config_.v, config_.gate})
+    if (linear != nullptr && linear->config().in_features != hidden) return false;
+  return config_.o->config().in_features == config_.heads * value() && config_.o->config().out_features == hidden;
 }
 
 void GroupedAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
   const int heads = config_.heads, groups = config_.groups, size = config_.size, batch = step.batch;
-  places_of(cache, step, batch - 1, groups, size, size, config_.window);
+  const int dv = value(), gates = config_.gate == nullptr ? 0 : config_.gate->config().out_features;
+  places_of(cache, step, batch - 1, groups, size, dv, config_.window);
   const gemm::StepOps& ops = gemm::step_ops();
   if (step.rotary > size) throw std::invalid_argument("attention: more values are turned than a head has");
   const size_t wide = product(size, config_.gated ? 2 : 1);  // what q_proj gives a head
   const bool has_masks = step.mask != nullptr && config_.window > 0;
   runtime::Arrays arrays;
   const size_t q_at = arrays.take(static_cast<size_t>(batch * heads) * wide),
-               k_at = arrays.take(product(batch, groups, size)), v_at = arrays.take(product(batch, groups, size)),
-               head_at = arrays.take(product(6, size)), sum_at = arrays.take(product(batch, heads, size)),
-               gate_at = arrays.take(config_.gated ? product(batch, heads, size) : 0),
+               k_at = arrays.take(product(batch, groups, size)), v_at = arrays.take(product(batch, groups, dv)),
+               head_at = arrays.take(product(6, size)), sum_at = arrays.take(product(batch, heads, dv)),
+               gate_at = arrays.take(config_.gated ? product(batch, heads, size) : product(batch, gates)),
                mask_at = arrays.take(has_masks ? product(step.together(), config_.window) / sizeof(float) + 1 : 0);
   const runtime::Scratch memory(arrays.count());
   float *q = memory + q_at, *k = memory + k_at, *v = memory + v_at, *head = memory + head_at, *sum = memory + sum_at;
   float* gate = memory + gate_at;
   auto* masks = reinterpret_cast<uint8_t*>(memory + mask_at);
 
-  const gemm::Linear::Product products[] = {{config_.q, q}, {config_.k, k}, {config_.v, v}};
-  gemm::Linear::forward(products, x, DType::f32, batch);
+  const gemm::Linear::Product products[] = {{config_.q, q}, {config_.k, k}, {config_.v, v}, {config_.gate, gate}};
+  gemm::Linear::forward(std::span(products).first(gates == 0 ? 3 : 4), x, DType::f32, batch);
+  if (config_.value_scale != 1.0f) {
+    ops.round(v, batch * groups * dv, step.dtype);
+    for (int i = 0; i < batch * groups * dv; ++i) v[i] *= config_.value_scale;
+  }
   if (step.consecutive) remember(step, cache);
   auto norm_all = [&](float* values, const Norm& norm) {
     if (norm.weight == nullptr || norm.size == size) return;
@@ -243,15 +227,15 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     for (int g = 0; g < groups; ++g) {
       float* one = k + product(row * groups + g, size);
       norm_and_turn(one, config_.k_norm, row);
-      const size_t place = product(step.cache_row(row) * groups + g, places.capacity, size) + product(places.own, size);
-      ops.store(head + size, size, step.dtype, at(cache.first.data, place, step));
-      ops.store(v + product(row * groups + g, size), size, step.dtype, at(cache.second.data, place, step));
+      const size_t place = product(step.cache_row(row) * groups + g, places.capacity) + product(places.own, 1);
+      ops.store(head + size, size, step.dtype, at(cache.first.data, place * product(size, 1), step));
+      ops.store(v + product(row * groups + g, dv), dv, step.dtype, at(cache.second.data, place * product(dv, 1), step));
     }
   };
   const int shared = heads / groups;
   // A token's keys are written when those before it have attended: in a ring, they take the place of older ones.
   for (int first = 0; first < batch; first += step.together()) {
-    const Places places = places_of(cache, step, first, groups, size, size, config_.window);
+    const Places places = places_of(cache, step, first, groups, size, dv, config_.window);
     const bool wraps = has_masks && step.position_of(first) >= places.count;
     for (int row = first; row < first + step.together(); ++row) {
       prepare(row, places);
@@ -259,15 +243,16 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
         mask_of_ring(step.mask_of(row), step.position_of(row), places.count,
                      masks + product(row - first, places.count));
     }
-    const Over over{step.together(), groups, shared, places.count, size, size, config_.scale, config_.sinks};
-    attend_all(ops, over, step.dtype, sum + product(first, heads, size), [&](int index, int group) {
+    const Over over{step.together(), groups, shared, places.count, size, dv, config_.scale, config_.sinks};
+    attend_all(ops, over, step.dtype, sum + product(first, heads, dv), [&](int index, int group) {
       const int row = first + index;
-      const size_t begin = product(step.cache_row(row) * groups + group, places.capacity, size);
+      const size_t begin = product(step.cache_row(row) * groups + group, places.capacity);
       gemm::Attend task;
       task.q = q + product((row * groups + group) * shared, size);
-      task.k1 = at(cache.first.data, begin, step);
-      task.v = at(cache.second.data, begin, step);
-      task.d1 = task.dv = size;
+      task.k1 = at(cache.first.data, begin * product(size, 1), step);
+      task.v = at(cache.second.data, begin * product(dv, 1), step);
+      task.d1 = size;
+      task.dv = dv;
       task.dtype = step.dtype;
       task.mask = wraps ? masks + product(index, places.count) : step.mask_of(row);
       return task;
@@ -276,9 +261,27 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
   if (config_.gated) {
     ops.round(gate, batch * heads * size, step.dtype);
     ops.gate_by_sigmoid(sum, gate, batch * heads * size, step.dtype);
+  } else if (gates != 0) {
+    multiply_by_gate(sum, gate, step);
   }
   config_.o->forward(sum, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
+}
+
+void GroupedAttention::multiply_by_gate(float* sum, float* gate, const Step& step) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int gates = config_.gate->config().out_features, all = step.batch * gates;
+  ops.round(gate, all, step.dtype);
+  if (config_.has_softplus) {
+    // As torch does: what is far from 0 is itself.
+    for (int i = 0; i < all; ++i) gate[i] = gate[i] > 20.0f ? gate[i] : std::log1p(std::exp(gate[i]));
+  } else {
+    ops.sigmoid(gate, all);
+  }
+  ops.round(gate, all, step.dtype);
+  const int share = config_.heads * value() / gates, count = all * share;  // values that a gate is of
+  for (int i = 0; i < count; ++i) sum[i] *= gate[i / share];
+  ops.round(sum, count, step.dtype);
 }
 
 // Of a ring that is full, what the tokens of a step overwrite: [tokens, groups, size] of keys and of values.
@@ -300,9 +303,10 @@ void GroupedAttention::keep(const LayerCache& cache, int kept) const {
 
 void GroupedAttention::copy_ring(const LayerCache& cache, int first, bool to_undo) const {
   Undo& undo = *cache.undo;
-  const size_t bytes = static_cast<size_t>(config_.size) * dtype_bytes(cache.first.dtype);
   const int capacity = cache.first.shape[2];
-  for (auto [cached, kept] : {std::pair{&cache.first, &undo.first}, std::pair{&cache.second, &undo.second}}) {
+  for (auto [cached, kept, size] : {std::tuple{&cache.first, &undo.first, config_.size},
+                                    std::tuple{&cache.second, &undo.second, value()}}) {
+    const size_t bytes = static_cast<size_t>(size) * dtype_bytes(cached->dtype);
     kept->resize(product(undo.rows, config_.groups) * bytes);
     for (int row = first; row < undo.rows; ++row)
       for (int g = 0; g < config_.groups; ++g) {
@@ -328,11 +332,14 @@ LatentAttention::LatentAttention(LatentAttentionConfig config) : config_(config)
   expect(config_.kv, config_.rank + config_.rope, "kv_a_proj_with_mqa");
   if (config_.kv_norm.size != config_.rank)
     throw std::invalid_argument("attention: the latent's norm has another size");
+  if (config_.indexer != nullptr && (config_.q != nullptr || !config_.chooses))
+    throw std::invalid_argument("attention: an indexer takes a low-rank query, and attention goes by its choice");
 }
 
 bool LatentAttention::fits(int hidden) const {
   for (const gemm::Linear* linear : {config_.q == nullptr ? config_.q_a : config_.q, config_.kv})
     if (linear->config().in_features != hidden) return false;
+  if (config_.indexer != nullptr && !config_.indexer->fits(hidden, config_.q_a->config().out_features)) return false;
   return config_.o->config().in_features == config_.heads * config_.value && config_.o->config().out_features == hidden;
 }
 
@@ -340,7 +347,8 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   places_of(cache, step, step.batch - 1, 1, config_.rank, config_.rope, 0);
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, rope = config_.rope, batch = step.batch;
   const int wide = rank + rope;
-  if (step.has_wide_rotation) throw std::invalid_argument("attention: latent attention with a rotation in fp32");
+  if (step.has_wide_rotation && !config_.stays)
+    throw std::invalid_argument("attention: latent attention with a rotation in fp32");
   if (step.rotary != rope && step.rotary != 0)
     throw std::invalid_argument("attention: found a rotation of " + std::to_string(step.rotary) + " values; expected " +
                                 std::to_string(rope));
@@ -355,11 +363,19 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   float *sum = memory + sum_at, *head = memory + head_at;
 
   project(x, step, memory + low_at, q, kv);
+  if (config_.indexer != nullptr) config_.indexer->forward(x, memory + low_at + product(batch, low), step, cache);
+  const Choice* choice = config_.chooses ? cache.choice : nullptr;
+  if (choice != nullptr && (choice->position != step.position || choice->is_all.size() != static_cast<size_t>(batch)))
+    throw std::invalid_argument("attention: no layer before has chosen places in this step");
   absorb(q, step, query);
   const gemm::StepOps& ops = gemm::step_ops();
   for (int first = 0; first < batch; first += step.together()) {
     const Places places = places_of(cache, step, first, 1, rank, rope, 0);
     for (int row = first; row < first + step.together(); ++row) write(row, kv, step, places, memory + latent_at, cache);
+    if (choice != nullptr && !choice->is_all[static_cast<size_t>(first)]) {
+      attend_chosen(query, step, cache, first, sum + product(first, heads, rank));
+      continue;
+    }
     const Over over{step.together(), 1, heads, places.count, wide, rank, config_.scale, nullptr};
     attend_all(ops, over, step.dtype, sum + product(first, heads, rank), [&](int index, int) {
       const int row = first + index, held = step.cache_row(row);
@@ -377,6 +393,56 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   expand(sum, step, head);
   config_.o->forward(head, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
+}
+
+void LatentAttention::attend_chosen(const float* query, const Step& step, const LayerCache& cache, int first,
+                                    float* out) const {
+  const int heads = config_.heads, rank = config_.rank, rope = config_.rope, wide = rank + rope;
+  const int rows = step.together(), capacity = cache.first.shape[2];
+  const std::vector<int>* chosen = cache.choice->places.data() + first;
+  size_t most = 1;
+  for (int row = 0; row < rows; ++row) most = std::max(most, chosen[row].size());
+  const int count = static_cast<int>(most);
+  // Side by side, with zeros behind the fewer ones of a row with padding.
+  const size_t words = step.width() == sizeof(float) ? 1 : 2;
+  runtime::Arrays arrays;
+  const size_t latent_at = arrays.take(product(rows, count, rank) / words + 1),
+               key_at = arrays.take(product(rows, count, rope) / words + 1),
+               mask_at = arrays.take(product(rows, count) / sizeof(float) + 1);
+  const runtime::Scratch memory(arrays.count());
+  auto* latents = reinterpret_cast<std::byte*>(memory + latent_at);
+  auto* keys = reinterpret_cast<std::byte*>(memory + key_at);
+  auto* masks = reinterpret_cast<uint8_t*>(memory + mask_at);
+  auto gather = [&](int index, int) {
+    const int row = index / count, i = index % count;
+    const bool is_there = static_cast<size_t>(i) < chosen[row].size();
+    masks[index] = is_there;
+    const int place = is_there ? chosen[row][static_cast<size_t>(i)] : 0;
+    const size_t from = product(step.cache_row(first + row), capacity) + static_cast<size_t>(place);
+    for (auto [cached, to, size] : {std::tuple{&cache.first, latents, rank}, std::tuple{&cache.second, keys, rope}}) {
+      const size_t bytes = static_cast<size_t>(size) * step.width();
+      std::byte* here = to + static_cast<size_t>(index) * bytes;
+      const auto* there = static_cast<const std::byte*>(cached->data) + from * bytes;
+      if (is_there) std::copy(there, there + bytes, here);
+      else std::fill(here, here + bytes, std::byte{0});
+    }
+  };
+  {
+    const runtime::Session session;
+    each(*session, product(rows, count, wide) < kSerialProducts, rows * count, gather);
+  }
+  const Over over{rows, 1, heads, count, wide, rank, config_.scale, nullptr};
+  attend_all(gemm::step_ops(), over, step.dtype, out, [&](int index, int) {
+    gemm::Attend task;
+    task.q = query + product((first + index) * heads, wide);
+    task.k1 = task.v = latents + product(index, count, rank) * step.width();
+    task.k2 = keys + product(index, count, rope) * step.width();
+    task.d1 = task.dv = rank;
+    task.d2 = rope;
+    task.dtype = step.dtype;
+    task.mask = masks + product(index, count);
+    return task;
+  });
 }
 
 void LatentAttention::project(const float* x, const Step& step, float* low, float* q, float* kv) const {
@@ -400,8 +466,12 @@ void LatentAttention::project(const float* x, const Step& step, float* low, floa
 }
 
 void LatentAttention::rotate(const float* from, const Step& step, int row, float* to) const {
-  if (step.rotary == 0) std::copy(from, from + config_.rope, to);
-  else turn(gemm::step_ops(), from, config_.rope, step, row, config_.neighbours, to);
+  if (step.rotary == 0) {
+    std::copy(from, from + config_.rope, to);
+  } else if (config_.stays) {
+    const runtime::Scratch tables(product(4, step.rotary));
+    turn_in_place(gemm::step_ops(), from, config_.rope, step, row, true, tables, to);
+  } else turn(gemm::step_ops(), from, config_.rope, step, row, config_.neighbours, to);
 }
 
 void LatentAttention::write(int row, const float* kv, const Step& step, const Places& places, float* latent,

@@ -32,11 +32,20 @@ struct Undo {
   std::vector<float> cut(int kept, std::initializer_list<int> parts);
 };
 
+// The places that the tokens of a step attend to, as an indexer has chosen them.
+struct Choice {
+  int position = -1;                     // of the step; -1: there is none
+  std::vector<bool> is_all;              // [batch]: a token attends to all that its mask shows
+  std::vector<std::vector<int>> places;  // [batch]: else to these, in order
+};
+
 // What a layer keeps of the tokens before: keys and values [batch, heads, capacity, width] of the model's dtype, or
 // what attention/gated_delta.hpp says.
 struct LayerCache {
   Cached first, second;
-  Undo* undo = nullptr;  // of steps whose rows are consecutive
+  Undo* undo = nullptr;      // of steps whose rows are consecutive
+  Cached third;              // keys of an index, see attention/indexer.hpp; without a shape where there is none
+  Choice* choice = nullptr;  // of the last layer with an index
 };
 
 // What is the same for all layers of a step.
@@ -44,16 +53,19 @@ struct Step {
   DType dtype = DType::bf16;
   int batch = 1;
   int position = 0;           // of the tokens of this step: so many came before
-  const void* cos = nullptr;  // [batch or 1, rotary] of dtype, or of fp32: what is turned is then rounded at the end
-  const void* sin = nullptr;
+  // [batch or 1, angles] of dtype, or of fp32: what is turned is then rounded at the end.
+  const void *cos = nullptr, *sin = nullptr;
   bool has_wide_rotation = false;
-  int rotary = 0;
+  int angles = 0;
+  // The columns that a layer turns by: kinds of layers may have their own, side by side.
+  int first_angle = 0, rotary = 0;
   bool shared_rotation = false;   // one row for all
   const uint8_t* mask = nullptr;  // [batch, mask_stride], positions up to `position`
   size_t mask_stride = 0;
   // Rows are tokens of one text, the first at `position`, the others after it, of which each attends to those before
   // it. The cache has one row, and masks are of positions up to each row's own.
   bool consecutive = false;
+  int most_chosen = 0;  // places that an indexer chooses at most, if it would choose more; 0: as many as it does
   // [batch], 0 for rows whose text has ended, for which no routed expert is computed; null: there are none.
   const uint8_t* live = nullptr;
 
@@ -66,9 +78,9 @@ struct Step {
   }
   size_t width() const { return dtype_bytes(dtype); }
   const std::byte* rotation(const void* table, int row) const {
+    const size_t before = shared_rotation ? 0 : static_cast<size_t>(row) * static_cast<size_t>(angles);
     return static_cast<const std::byte*>(table) +
-           (shared_rotation ? 0 : static_cast<size_t>(row) * static_cast<size_t>(rotary)) *
-               (has_wide_rotation ? sizeof(float) : width());
+           (before + static_cast<size_t>(first_angle)) * (has_wide_rotation ? sizeof(float) : width());
   }
 };
 
@@ -99,6 +111,10 @@ struct GroupedAttentionConfig {
   bool gated = false;            // q gives [heads, 2, size]: queries, and what the output is gated with (Qwen3-Next)
   bool neighbours = false;       // pairs that are turned are (2i, 2i + 1) and stay there (ERNIE); else (i, i + n / 2)
   bool norms_last = false;       // norms are of heads that are turned (Hunyuan)
+  int value = 0;                 // values of a head of v, if not `size` (MiMo-V2)
+  float value_scale = 1;         // that values are multiplied with before they are cached
+  const gemm::Linear* gate = nullptr;  // from x: what heads, or each of their values, are multiplied with a function of
+  bool has_softplus = false;           // softplus (Laguna); else sigmoid (AFMoE)
 };
 
 class GroupedAttention final : public DecoderAttention {
@@ -110,6 +126,9 @@ class GroupedAttention final : public DecoderAttention {
 
  private:
   void remember(const Step& step, const LayerCache& cache) const;
+  int value() const { return config_.value == 0 ? config_.size : config_.value; }
+  // sum [batch, heads, value] times what the gate says; gate [batch, what its layer gives].
+  void multiply_by_gate(float* sum, float* gate, const Step& step) const;
   // Keys and values of the last step's tokens from `first` on, between the ring and what is remembered of it.
   void copy_ring(const LayerCache& cache, int first, bool to_undo) const;
 
@@ -120,6 +139,8 @@ class GroupedAttention final : public DecoderAttention {
 struct Places {
   int capacity, own, count;
 };
+
+class Indexer;
 
 // operators/probes/attention.py has the formula; with the up-projections absorbed. expansion [heads, nope + value,
 // rank] of the model's dtype is kv_b_proj's weight. keys hold the latent, values the rotary key.
@@ -133,7 +154,11 @@ struct LatentAttentionConfig {
   const gemm::Linear* o = nullptr;
   int heads = 0, rank = 0, nope = 0, rope = 0, value = 0;
   bool neighbours = false;
+  bool stays = false;  // pairs of neighbours stay where they are, and the step's rotation is in fp32 (DeepSeek-V2)
   float scale = 1;
+  // It attends to chosen places: those of its indexer, or of the layer before that has one.
+  const Indexer* indexer = nullptr;
+  bool chooses = false;
 };
 
 class LatentAttention final : public DecoderAttention {
@@ -143,6 +168,8 @@ class LatentAttention final : public DecoderAttention {
   void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const override;
 
  private:
+  // out [batch, heads, rank]: the latents of the chosen places, for the rows from `first` that are computed together.
+  void attend_chosen(const float* query, const Step& step, const LayerCache& cache, int first, float* out) const;
   // q [batch, heads, nope + rope] and kv [batch, rank + rope] of x, rounded. low: scratch for twice q_a's output
   void project(const float* x, const Step& step, float* low, float* q, float* kv) const;
   // One row's rotary values, turned if the step has a rotation.

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "attention/gated_delta.hpp"
+#include "attention/indexer.hpp"
 #include "attention/mamba2.hpp"
 #include "attention/short_convolution.hpp"
 #include "bindings/arrays.hpp"
@@ -39,8 +40,9 @@ attention::Norm norm_of(const HeldNorm* held) { return held == nullptr ? attenti
 struct HeldCache {
   std::vector<Kept> held;
   std::vector<attention::LayerCache> layers;
-  std::vector<attention::Undo> undo;  // of each layer
-  int rows = 0;                       // of the last step, if they were consecutive
+  std::vector<attention::Undo> undo;      // of each layer
+  std::vector<attention::Choice> choice;  // one, of the last layer with an index
+  int rows = 0;                           // of the last step, if they were consecutive
 };
 
 attention::Cached cached_of(const Kept& array) {
@@ -52,23 +54,31 @@ attention::Cached cached_of(const Kept& array) {
   return found;
 }
 
-HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second) {
+HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second, std::vector<std::optional<Kept>> third) {
   if (first.empty() || first.size() != second.size())
     throw std::invalid_argument("cache: found " + std::to_string(first.size()) + " and " +
                                 std::to_string(second.size()) + " tensors; expected two of each layer");
+  if (!third.empty() && third.size() != first.size())
+    throw std::invalid_argument("cache: found keys of " + std::to_string(third.size()) + " indexes; expected none or " +
+                                std::to_string(first.size()) + ", some of them None");
   HeldCache cache;
   cache.undo.resize(first.size());
-  for (size_t i = 0; i < first.size(); ++i)
-    cache.layers.push_back({cached_of(first[i]), cached_of(second[i]), &cache.undo[i]});
+  cache.choice.resize(1);
+  for (size_t i = 0; i < first.size(); ++i) {
+    cache.layers.push_back({cached_of(first[i]), cached_of(second[i]), &cache.undo[i], {}, cache.choice.data()});
+    if (!third.empty() && third[i]) cache.layers.back().third = cached_of(*third[i]);
+  }
   cache.held = std::move(first);
   cache.held.insert(cache.held.end(), second.begin(), second.end());
+  for (std::optional<Kept>& index : third)
+    if (index) cache.held.push_back(std::move(*index));
   return cache;
 }
 
 void forward(const decode::Decoder& self, const Input& x, const std::optional<Input>& cos,
              const std::optional<Input>& sin, const std::optional<Mask>& mask, int position, HeldCache& cache,
              int first, int last, const HeldNorm* final_norm, bool consecutive, const std::optional<Live>& live,
-             const Output& out) {
+             int most_chosen, const Output& out) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto batch = x.shape(0);
@@ -77,6 +87,7 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
   step.batch = size_of(batch, "batch");
   step.position = position;
   step.consecutive = consecutive;
+  step.most_chosen = most_chosen;
   if (dtype != self.dtype() || x.shape(1) != static_cast<size_t>(self.hidden()) || batch == 0)
     refuse("hidden states must be [batch, " + std::to_string(self.hidden()) + "] of the model's dtype");
   if (out.shape(0) != batch || out.shape(1) != x.shape(1) || out.dtype() != x.dtype())
@@ -94,7 +105,7 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
     step.has_wide_rotation = cos->dtype() != x.dtype();
     step.cos = cos->data();
     step.sin = sin->data();
-    step.rotary = size_of(cos->shape(1), "cos");
+    step.rotary = step.angles = size_of(cos->shape(1), "cos");
     step.shared_rotation = cos->shape(0) == 1;
   }
   if (mask) {
@@ -193,13 +204,15 @@ void def_state(nb::module_& m) {
   nb::class_<HeldCache>(
       m, "DecoderCache",
       "What all layers keep of the tokens before, two tensors a layer: keys and values [batch, heads, "
-      "capacity, width].")
+      "capacity, width]. third: keys of an index [batch, 1, capacity, width], None for layers without one.")
       .def(
           "__init__",
-          [](HeldCache* self, const Sequence<Kept>& first, const Sequence<Kept>& second) {
-            new (self) HeldCache(make_cache(vector_of(first, "first"), vector_of(second, "second")));
+          [](HeldCache* self, const Sequence<Kept>& first, const Sequence<Kept>& second,
+             const Sequence<std::optional<Kept>>& third) {
+            new (self) HeldCache(
+                make_cache(vector_of(first, "first"), vector_of(second, "second"), vector_of(third, "third")));
           },
-          nb::arg("first"), nb::arg("second"));
+          nb::arg("first"), nb::arg("second"), nb::arg("third") = nb::make_tuple());
 }
 
 void init_gated_delta(attention::GatedDelta* self, const gemm::Linear& qkv, const gemm::Linear& ba,
@@ -307,6 +320,49 @@ void def_mamba2(nb::module_& m) {
            nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>());
 }
 
+// A plain weight that a projection points to.
+struct HeldProjection {
+  std::optional<Input> weight;
+  attention::Projection projection;
+};
+
+void def_indexer(nb::module_& m) {
+  nb::class_<HeldProjection>(m, "Projection", "A linear layer without a bias: packed, or of a weight [out, in].")
+      .def(
+          "__init__",
+          [](HeldProjection* self, const gemm::Linear* linear, std::optional<Input> weight) {
+            if ((linear == nullptr) != weight.has_value())
+              throw std::invalid_argument("projection: either a packed layer or a weight is needed");
+            attention::Projection projection;
+            if (linear != nullptr) {
+              projection = {linear, nullptr, DType::bf16, linear->config().out_features, linear->config().in_features};
+            } else {
+              projection = {nullptr, weight->data(), dtype_of(weight->dtype(), "weight"),
+                            size_of(weight->shape(0), "weight"), size_of(weight->shape(1), "weight")};
+            }
+            new (self) HeldProjection{std::move(weight), projection};
+          },
+          nb::kw_only(), nb::arg("linear").none() = nb::none(), nb::arg("weight") = nb::none(), nb::keep_alive<1, 2>());
+  nb::class_<attention::Indexer>(m, "Indexer", "Chooses the places that a token attends to.")
+      .def(
+          "__init__",
+          [](attention::Indexer* self, const HeldProjection& q, const HeldProjection& k, const HeldProjection& weights,
+             const Vector& norm_weight, const Vector& norm_bias, float epsilon, int heads, int size, int rotary,
+             int top_k, bool neighbours) {
+            if (norm_weight.shape(0) != static_cast<size_t>(size) || norm_bias.shape(0) != norm_weight.shape(0) ||
+                norm_bias.dtype() != norm_weight.dtype())
+              throw std::invalid_argument("indexer: the norm must have " + std::to_string(size) +
+                                          " weights and biases of one dtype");
+            new (self) attention::Indexer({q.projection, k.projection, weights.projection, norm_weight.data(),
+                                           norm_bias.data(), dtype_of(norm_weight.dtype(), "norm"), epsilon, heads,
+                                           size, rotary, top_k, neighbours});
+          },
+          nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("weights"), nb::arg("norm_weight"), nb::arg("norm_bias"),
+          nb::arg("epsilon"), nb::arg("heads"), nb::arg("size"), nb::arg("rotary"), nb::arg("top_k"),
+          nb::arg("neighbours"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
+}
+
 void def_attention(nb::module_& m) {
   nb::class_<attention::DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
   nb::class_<attention::GroupedAttention, attention::DecoderAttention>(m, "GroupedAttention",
@@ -315,28 +371,33 @@ void def_attention(nb::module_& m) {
           "__init__",
           [](attention::GroupedAttention* self, const gemm::Linear& q, const gemm::Linear& k, const gemm::Linear& v,
              const gemm::Linear& o, const HeldNorm* q_norm, const HeldNorm* k_norm, int heads, int groups, int size,
-             float scale, int window, std::optional<FloatVector> sinks, bool gated, bool neighbours, bool norms_last) {
+             float scale, int window, std::optional<FloatVector> sinks, bool gated, bool neighbours, bool norms_last,
+             int value, float value_scale, const gemm::Linear* gate, bool has_softplus) {
             if (sinks && sinks->shape(0) != static_cast<size_t>(heads))
               throw std::invalid_argument("attention: one sink a head is needed");
             new (self) attention::GroupedAttention({&q, &k, &v, &o, norm_of(q_norm), norm_of(k_norm), heads, groups,
                                                     size, scale, window, sinks ? sinks->data() : nullptr, gated,
-                                                    neighbours, norms_last});
+                                                    neighbours, norms_last, value, value_scale, gate, has_softplus});
           },
           nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("q_norm").none(),
           nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
           nb::arg("window"), nb::arg("sinks").none(), nb::arg("gated"), nb::arg("neighbours") = false,
-          nb::arg("norms_last") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>());
+          nb::arg("norms_last") = false, nb::arg("value") = 0, nb::arg("value_scale") = 1.0f,
+          nb::arg("gate").none() = nb::none(), nb::arg("has_softplus") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(),
+          nb::keep_alive<1, 19>());
   def_gated_delta(m);
   def_short_convolution(m);
   def_mamba2(m);
+  def_indexer(m);
   nb::class_<attention::LatentAttention, attention::DecoderAttention>(m, "LatentAttention",
                                                                       "Latent attention, absorbed.")
       .def(
           "__init__",
           [](attention::LatentAttention* self, const gemm::Linear* q, const gemm::Linear* q_a, const HeldNorm* q_norm,
              const gemm::Linear* q_b, const gemm::Linear& kv, const HeldNorm& kv_norm, Input expansion,
-             const gemm::Linear& o, int heads, int rank, int nope, int rope, int value, bool neighbours, float scale) {
+             const gemm::Linear& o, int heads, int rank, int nope, int rope, int value, bool neighbours, float scale,
+             bool stays, const attention::Indexer* indexer, bool chooses) {
             if (expansion.shape(0) != static_cast<size_t>(heads) * static_cast<size_t>(nope + value) ||
                 expansion.shape(1) != static_cast<size_t>(rank))
               throw std::invalid_argument("attention: kv_b_proj's weight has another shape");
@@ -356,13 +417,18 @@ void def_attention(nb::module_& m) {
             config.value = value;
             config.neighbours = neighbours;
             config.scale = scale;
+            config.stays = stays;
+            config.indexer = indexer;
+            config.chooses = chooses;
             new (self) attention::LatentAttention(config);
           },
           nb::kw_only(), nb::arg("q").none(), nb::arg("q_a").none(), nb::arg("q_norm").none(), nb::arg("q_b").none(),
           nb::arg("kv"), nb::arg("kv_norm"), nb::arg("expansion"), nb::arg("o"), nb::arg("heads"), nb::arg("rank"),
           nb::arg("nope"), nb::arg("rope"), nb::arg("value"), nb::arg("neighbours"), nb::arg("scale"),
+          nb::arg("stays") = false, nb::arg("indexer").none() = nb::none(), nb::arg("chooses") = false,
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
+          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(),
+          nb::keep_alive<1, 18>());
 }
 
 void def_feed_forward(nb::module_& m) {
@@ -383,7 +449,7 @@ void def_feed_forward(nb::module_& m) {
              const std::string& scores, std::optional<FloatVector> correction, int top_k, int groups, int top_groups,
              bool normed, float factor, bool rounds_logits, bool rounds_scores, bool rounds_weights,
              const moe::Experts& experts, decode::FeedForward* shared, std::optional<Input> gate,
-             const gemm::Linear* narrow_in, const gemm::Linear* narrow_out) {
+             const gemm::Linear* narrow_in, const gemm::Linear* narrow_out, float routed_factor, float whole_factor) {
             const auto hidden = static_cast<size_t>(narrow_in == nullptr ? experts.config().hidden_size
                                                                          : narrow_in->config().in_features);
             if (gate && (gate->shape(0) != 1 || gate->shape(1) != hidden))
@@ -410,15 +476,16 @@ void def_feed_forward(nb::module_& m) {
             config.rounds_logits = rounds_logits;
             config.rounds_scores = rounds_scores;
             config.rounds_weights = rounds_weights;
-            new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr, {narrow_in, narrow_out});
+            new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr, {narrow_in, narrow_out},
+                                       {routed_factor, whole_factor});
           },
           nb::kw_only(), nb::arg("router").none(), nb::arg("weight") = nb::none(), nb::arg("scores"),
           nb::arg("correction").none(), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"),
           nb::arg("factor"), nb::arg("rounds_logits"), nb::arg("rounds_scores"), nb::arg("rounds_weights"),
           nb::arg("experts"), nb::arg("shared").none(), nb::arg("gate").none(), nb::arg("narrow_in") = nb::none(),
-          nb::arg("narrow_out") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(),
-          nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(),
-          nb::keep_alive<1, 18>());
+          nb::arg("narrow_out") = nb::none(), nb::arg("routed_factor") = 1.0f, nb::arg("whole_factor") = 1.0f,
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 14>(),
+          nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>());
 }
 
 void def_decoder(nb::module_& m) {
@@ -435,29 +502,31 @@ void def_decoder(nb::module_& m) {
           "add",
           [](decode::Decoder& self, const HeldNorm* before_attention, attention::DecoderAttention* attention,
              const HeldNorm* before_feed_forward, decode::FeedForward* unit, float residual,
-             const HeldNorm* behind_attention, const HeldNorm* behind_feed_forward) {
+             const HeldNorm* behind_attention, const HeldNorm* behind_feed_forward, int first_angle, int angles) {
             for (const HeldNorm* held : {before_attention, before_feed_forward, behind_attention, behind_feed_forward})
               if (held != nullptr && dtype_of(held->weight.dtype(), "norm") != self.dtype())
                 throw std::invalid_argument("a layer's norm must be of the model's dtype");
             self.add({norm_of(before_attention), norm_of(behind_attention), attention, norm_of(before_feed_forward),
-                      norm_of(behind_feed_forward), unit, residual});
+                      norm_of(behind_feed_forward), unit, residual, first_angle, angles});
           },
           nb::arg("before_attention").none(), nb::arg("attention").none(), nb::arg("before_feed_forward").none(),
           nb::arg("feed_forward").none(), nb::arg("residual") = 1.0f, nb::arg("behind_attention") = nb::none(),
-          nb::arg("behind_feed_forward") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
-          nb::call_guard<WithoutGil>(),
+          nb::arg("behind_feed_forward") = nb::none(), nb::arg("first_angle") = 0, nb::arg("angles") = -1,
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+          nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::call_guard<WithoutGil>(),
           "Add a layer of attention, a feed-forward part or both, with the norms of what they take and give that there "
-          "are. residual: what is added to its input is multiplied with it.")
+          "are. residual: what is added to its input is multiplied with it. Its attention turns by so many angles from "
+          "the first one on; -1: by all.")
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
            nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
-           nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(), nb::arg("out"),
-           nb::call_guard<WithoutGil>(),
+           nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(),
+           nb::arg("most_chosen") = 0, nb::arg("out"), nb::call_guard<WithoutGil>(),
            "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. The "
            "cache takes up these tokens, before which `position` came; they attend to those where mask [batch, n] is "
            "true. Consecutive rows are tokens of one text, the first at `position`; the cache has one row. For rows "
            "that "
-           "are not live [batch] bool, no routed expert is computed.")
+           "are not live [batch] bool, no routed expert is computed. Indexers choose at most `most_chosen` places, if "
+           "that is not 0.")
       .def("keep", &keep, nb::kw_only(), nb::arg("cache"), nb::arg("kept"), nb::call_guard<WithoutGil>(),
            "Leave in the cache what the first `kept` tokens of the last step, of consecutive rows, would have left.");
 }

@@ -1,5 +1,6 @@
 #include "decode/decoder.hpp"
 
+#include <algorithm>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -28,6 +29,8 @@ void Decoder::add(const LayerConfig& layer) {
     throw std::invalid_argument("attention: expected " + width + " in and out");
   if (layer.feed_forward != nullptr && !layer.feed_forward->fits(hidden_))
     throw std::invalid_argument("feed-forward: expected " + width + " in and out");
+  if (layer.first_angle < 0 || layer.angles < -1 || layer.angles % 2 == 1)
+    throw std::invalid_argument("a layer's angles must be an even number from a column on, or all");
   const std::lock_guard turn(turn_);
   auto longer = std::make_shared<Layers>(*layers_);  // steps under way keep the shorter one
   longer->push_back(layer);
@@ -79,7 +82,14 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
   for (int i = first; i < last; ++i) {
     const LayerConfig& layer = (*layers)[static_cast<size_t>(i)];
     if (layer.attention != nullptr) {
-      layer.attention->forward(before(layer.before_attention), step, caches[static_cast<size_t>(i)], out);
+      attention::Step own = step;
+      if (layer.angles >= 0 && step.cos != nullptr) {
+        if (layer.first_angle + layer.angles > step.angles)
+          throw std::invalid_argument("decoder: a layer turns by columns that the rotation does not have");
+        own.first_angle = layer.first_angle;
+        own.rotary = layer.angles;
+      }
+      layer.attention->forward(before(layer.before_attention), own, caches[static_cast<size_t>(i)], out);
       add(layer.behind_attention, layer.residual);
     }
     if (layer.feed_forward != nullptr) {

@@ -76,12 +76,17 @@ struct Narrow {
   const gemm::Linear *in = nullptr, *out = nullptr;
 };
 
-// Router and routed experts; added to them, where it is given, what `shared` makes of all tokens, times sigmoid(gate ·
-// x) where there is a gate [hidden] of the model's dtype.
+// Of the routed experts' sum, and of all of a mixture.
+struct Factors {
+  float routed = 1, whole = 1;
+};
+
+// Router and routed experts, times a factor; added to them, where it is given, what `shared` makes of all tokens, times
+// sigmoid(gate · x) where there is a gate [hidden] of the model's dtype; then all times another factor.
 class Mixture final : public FeedForward {
  public:
   Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate = nullptr,
-          Narrow narrow = {});
+          Narrow narrow = {}, Factors factors = {});
   bool fits(int hidden) const override;
   void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
 
@@ -100,6 +105,7 @@ class Mixture final : public FeedForward {
   const FeedForward* shared_;
   const void* gate_;
   Narrow narrow_;
+  Factors factors_;
 };
 
 // One part of a layer or both; each with the norms of its input and output that there are.
@@ -109,6 +115,8 @@ struct LayerConfig {
   attention::Norm before_feed_forward, behind_feed_forward;
   const FeedForward* feed_forward = nullptr;
   float residual = 1;
+  // The columns of the step's rotation that its attention turns by; -1: all.
+  int first_angle = 0, angles = -1;
 };
 
 class Decoder {

@@ -94,8 +94,8 @@ void PlainUnit::forward(const float* x, DType dtype, int batch, const uint8_t* /
 }
 
 Mixture::Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate,
-                 Narrow narrow)
-    : router_(router), experts_(experts), shared_(shared), gate_(gate), narrow_(narrow) {
+                 Narrow narrow, Factors factors)
+    : router_(router), experts_(experts), shared_(shared), gate_(gate), narrow_(narrow), factors_(factors) {
   const int count = experts.config().experts;
   if ((router_.linear == nullptr) == (router_.weight == nullptr))
     throw std::invalid_argument("router: either a linear layer or a weight is needed");
@@ -138,7 +138,13 @@ void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* liv
     if (live != nullptr && live[row] == 0) std::fill_n(ids + row * top_k, top_k, -1);
   }
   run_experts(x, ids, weights, dtype, batch, out);
-  if (shared_ == nullptr) return;
+  auto times = [&](float factor) {
+    if (factor == 1.0f) return;
+    for (int i = 0; i < batch * hidden; ++i) out[i] *= factor;
+    ops.round(out, batch * hidden, dtype);
+  };
+  times(factors_.routed);
+  if (shared_ == nullptr) return times(factors_.whole);
   shared_->forward(x, dtype, batch, live, beside);
   for (int row = 0; gate_ != nullptr && row < batch; ++row) {
     float factor;
@@ -150,6 +156,7 @@ void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* liv
     ops.round(one, hidden, dtype);
   }
   ops.add(out, beside, batch * hidden, dtype);
+  times(factors_.whole);
 }
 
 void Mixture::run_experts(const float* x, const int32_t* ids, const float* weights, DType dtype, int batch,

@@ -4,10 +4,13 @@ Names and flags are not believed: a family may scale its queries by position, ad
 else, under the same child names. A copy of the module's own class at toy sizes is run beside the formula below, with
 and without a cache; only where both agree is the module served.
 
+DeepSeek-V3.2's attention holds an indexer, which gives the places that each token attends to; GLM-5's may be given
+those of a layer before. What the indexer computes is its own affair.
+
     q            = q_b(norm(q_a(x))) or q_proj(x), a head: [q_nope, rope(q_rope)]
     latent, k    = norm(first kv_lora_rank of kv_a(x)), rope(the rest of it, one for all heads)   ← what is cached
     k_nope, v    = kv_b(latent), a head
-    out          = o(softmax(scaling * (q_nope · k_nope + q_rope · k)) v)
+    out          = o(softmax(scaling * (q_nope · k_nope + q_rope · k)) v)     over the chosen places, or all
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +44,9 @@ _SMALL = {
     "qk_head_dim": 18,
     "head_dim": 8,
     "v_head_dim": 14,
+    "index_head_dim": 12,
+    "index_n_heads": 2,
+    "index_topk": 3,
 }
 _TOLERANCE = Tolerance(
     1e-5, "fp64 on both sides, but for norms and softmax, which transformers computes in fp32"
@@ -52,7 +58,10 @@ QUERY = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj")
 LATENT = ("kv_a_proj_with_mqa", "kv_a_layernorm")
 EXPANSION = "kv_b_proj"
 OUTPUT = "o_proj"
-CHILDREN = (*QUERY, *LATENT, EXPANSION, OUTPUT)
+INDEXER = "indexer"
+CHILDREN = (*QUERY, *LATENT, EXPANSION, OUTPUT, INDEXER)
+# What a layer without an indexer of its own is given.
+GIVEN = "prev_topk_indices"
 
 Positions = Tensor | tuple[Tensor, Tensor] | None
 
@@ -64,6 +73,8 @@ class LatentSpec:
     rope      which pairs of values are turned together: halves (i, i + n/2) or neighbours (2i, 2i + 1); complex:
               neighbours, by complex numbers, left where they are; none
     dropout   of attention weights, in training
+    chooses   whose choice of places it attends to: of its own indexer, or one that it is given; none: all places
+    hands_on  its forward returns that choice behind its output and the weights
     """
 
     num_heads: int
@@ -76,6 +87,8 @@ class LatentSpec:
     scaling: float
     rope: str
     dropout: float
+    chooses: Literal["none", "own", "given"] = "none"
+    hands_on: bool = False
 
 
 def rotate(kind: str, x: Tensor, positions: Positions) -> Tensor:
@@ -96,6 +109,20 @@ def rotate(kind: str, x: Tensor, positions: Positions) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def attended(mask: Tensor, chosen: Tensor) -> Tensor:
+    """A mask [b or 1, 1, m, s], of bool or to be added to scores, that hides what is not chosen, too.
+
+    chosen   [b, m, k]: places
+    """
+    shape = (len(chosen), chosen.shape[1], mask.shape[-1])
+    others = torch.ones(shape, dtype=torch.bool, device=mask.device).scatter(-1, chosen.long(), False)[
+        :, None
+    ]
+    return (
+        mask & ~others if mask.dtype == torch.bool else mask.masked_fill(others, torch.finfo(mask.dtype).min)
+    )
+
+
 def formula(
     module: Any,
     spec: LatentSpec,
@@ -103,13 +130,18 @@ def formula(
     position_embeddings: Positions,
     attention_mask: Tensor,
     cache: Cache | None,
-) -> Tensor:
-    """The formula above on the module's children: hidden_states [b, m, hidden] → [b, m, hidden]."""
-    heads = (spec.num_heads, -1)
+    chosen: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The formula above on the module's children: hidden_states [b, m, hidden] → [b, m, hidden], and the choice.
+
+    chosen   [b, m, k]: places that are attended to, of a layer that is given them
+    """
+    heads, low = (spec.num_heads, -1), None
     if spec.q_lora_rank is None:
         q = module.q_proj(hidden_states)
     else:
-        q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
+        low = module.q_a_layernorm(module.q_a_proj(hidden_states))
+        q = module.q_b_proj(low)
     q_nope, q_rope = (
         q.unflatten(-1, heads).transpose(1, 2).split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
     )
@@ -122,9 +154,15 @@ def formula(
         latent, k_rope = cache.update(latent, k_rope, spec.layer_idx)
     kv = module.kv_b_proj(latent[:, 0]).unflatten(-1, heads).transpose(1, 2)
     k_nope, v = kv.split([spec.qk_nope_head_dim, spec.v_head_dim], -1)
+    if spec.chooses == "own":
+        chosen = module.indexer(
+            hidden_states, low, position_embeddings, attention_mask[:, 0], None, **{compat.CACHE: cache}
+        )
+    if chosen is not None:
+        attention_mask = attended(attention_mask, chosen)
     scores = spec.scaling * (q_nope @ k_nope.mT + q_rope @ k_rope.mT) + attention_mask
     out: Tensor = module.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-    return out
+    return out, chosen
 
 
 class _Hidden:
@@ -150,6 +188,11 @@ class _OneLayer(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, 0, *args, **kwargs)
         return found
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: Any) -> Tensor:
+        held = [*getattr(self, "index", ()), indexer_key_states]
+        self.index = [torch.cat(held, dim=1)]
+        return self.index[0]
 
 
 @answered_once
@@ -177,14 +220,17 @@ def _shared_rope(small: nn.Module) -> str | Support:
     the index when the copy was built, such as a window in some layers, are attributes, and tell copies apart.
     """
     index = vars(small).get("layer_idx")
-    vars(small)["layer_idx"] = _HIDDEN
+    holders = [module for module in small.modules() if "layer_idx" in vars(module)]
+    for holder in holders:
+        vars(holder)["layer_idx"] = _HIDDEN
 
     def rope() -> str | PassingRefusal | None:
         found = _rope(small)
         return found if isinstance(found, (str, PassingRefusal)) else None
 
     found = _ropes.once(key_of(small), rope)
-    vars(small)["layer_idx"] = index
+    for holder in holders:
+        vars(holder)["layer_idx"] = index
     return _rope(small) if found is None else found
 
 
@@ -249,6 +295,9 @@ def _layout(module: nn.Module) -> LatentSpec | Support:
     if not getattr(module, "is_causal", True):
         return Support.no("it is not causal")
     query, layer_idx = children.get("q_a_proj"), getattr(module, "layer_idx", None)
+    takes_choice = GIVEN in inspect.signature(type(module).forward).parameters
+    if INDEXER in children and query is None:
+        return Support.no("it has an indexer, and no q_a_proj whose output that takes")
     return LatentSpec(
         num_heads=sizes["num_heads"],
         q_lora_rank=None if query is None else query.out_features,
@@ -260,18 +309,25 @@ def _layout(module: nn.Module) -> LatentSpec | Support:
         scaling=module.scaling,
         rope="none",
         dropout=float(getattr(module, "attention_dropout", 0.0)),
+        chooses="own" if INDEXER in children else "given" if takes_choice else "none",
+        hands_on=takes_choice,
     )
 
 
 @torch.no_grad()
 def _difference(module: nn.Module, spec: LatentSpec) -> float:
-    """The greatest difference of outputs and of what is cached, on two sequences, a prompt and the token after it."""
+    """The greatest difference of outputs and of what is cached, on two sequences, a prompt and the token after it.
+
+    What is cached is not compared where a module caches heads' keys and values (transformers 5.17, with an index).
+    """
     random = torch.Generator().manual_seed(1)
     n = _SMALL["qk_rope_head_dim"]
     x = torch.randn(2, 6, _SMALL["hidden_size"], generator=random, dtype=torch.float64)
     angles = torch.rand(2, 6, n // 2, generator=random, dtype=torch.float64) * 6
     mask = torch.full((2, 1, 6, 6), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)
     mask[1, 0, 2:, 0] = torch.finfo(torch.float64).min
+    # Its own place and two before it, or some that are hidden.
+    given = (torch.arange(6)[:, None] - torch.tensor([0, 1, 3])).clamp(min=0).expand(2, -1, -1).int()
 
     def at(start: int, stop: int) -> dict[str, Any]:
         here = angles[:, start:stop]
@@ -285,25 +341,31 @@ def _difference(module: nn.Module, spec: LatentSpec) -> float:
             "position_embeddings": positions,
             "attention_mask": mask[:, :, start:stop, :stop],
             "position_ids": torch.arange(_FAR + start, _FAR + stop).expand(2, -1),
+            **({GIVEN: given[:, start:stop]} if spec.hands_on else {}),
         }
 
     def run(forward: Callable[..., Any], names: Collection[str]) -> list[Tensor]:
-        def call(arguments: dict[str, Any]) -> Tensor:
+        def call(arguments: dict[str, Any]) -> list[Tensor]:
             result = forward(**{name: value for name, value in arguments.items() if name in names})
-            return result[0] if isinstance(result, tuple) else result
+            held = [result[2].double()] if spec.hands_on else []
+            return [result[0] if isinstance(result, tuple) else result, *held]
 
         cache = _OneLayer()
-        outputs = [call(at(0, 6) | {compat.CACHE: None})]
-        outputs += [call(at(*part) | {compat.CACHE: cache}) for part in ((0, 5), (5, 6))]
+        outputs = call(at(0, 6) | {compat.CACHE: None})
+        outputs += [one for part in ((0, 5), (5, 6)) for one in call(at(*part) | {compat.CACHE: cache})]
         layer: Any = cache.layers[0]
-        return [*outputs, layer.keys, layer.values]
+        is_latent = layer.keys.shape[1] == 1 or spec.chooses == "none"
+        return [*outputs, *getattr(cache, "index", ()), *((layer.keys, layer.values) if is_latent else ())]
 
     taken = inspect.signature(type(module).forward).parameters
     keywords = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     theirs = run(module, (*at(0, 6), compat.CACHE) if keywords else taken)
 
-    def ours_by(**given: Any) -> Tensor:
-        return formula(module, spec, cache=given.pop(compat.CACHE), **given)
+    def ours_by(**arguments: Any) -> Any:
+        choice, cache = arguments.pop(GIVEN, None), arguments.pop(compat.CACHE)
+        chosen = choice if spec.chooses == "given" else None
+        out, chosen = formula(module, spec, cache=cache, chosen=chosen, **arguments)
+        return out, None, chosen
 
-    ours = run(ours_by, (*inspect.signature(formula).parameters, compat.CACHE))
+    ours = run(ours_by, (*inspect.signature(formula).parameters, compat.CACHE, GIVEN))
     return max(difference(a, b) for a, b in zip(theirs, ours))

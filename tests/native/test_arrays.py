@@ -156,6 +156,15 @@ def latent() -> dict[str, Any]:
             "expansion": torch.randn(4 * (16 + 12), 32), "neighbours": False, "scale": 1.0}  # fmt: skip
 
 
+def indexer() -> dict[str, Any]:
+    projections = {
+        name: _native.Projection(weight=torch.zeros(*shape))
+        for name, shape in (("q", (8, 6)), ("k", (4, 8)), ("weights", (2, 8)))
+    }
+    sizes = {"heads": 2, "size": 4, "rotary": 2, "top_k": 3, "neighbours": False, "epsilon": 1e-6}
+    return {**projections, **sizes, "norm_weight": torch.ones(4), "norm_bias": torch.zeros(4)}
+
+
 def decoder() -> tuple[Callable[..., Any], dict[str, Any]]:
     made, norm = _native.Decoder(64, "float32"), _native.Norm(torch.ones(64), 1e-6)
     made.add(
@@ -316,8 +325,13 @@ CASES: dict[str, Case] = {
     "Norm.__init__": lambda: (_native.Norm, {"weight": torch.ones(8), "epsilon": 1e-6}),
     "DecoderCache.__init__": lambda: (
         _native.DecoderCache,
-        {"first": [torch.zeros(2, 2, 8, 16)], "second": [torch.zeros(2, 2, 8, 16)]},
+        {
+            **{name: [torch.zeros(2, 2, 8, 16)] for name in ("first", "second")},
+            "third": [torch.zeros(2, 1, 8, 4)],
+        },
     ),
+    "Projection.__init__": lambda: (_native.Projection, {"weight": torch.zeros(4, 8)}),
+    "Indexer.__init__": lambda: (_native.Indexer, indexer()),
     "GroupedAttention.__init__": lambda: (_native.GroupedAttention, with_sinks()),
     "GatedDelta.__init__": lambda: (_native.GatedDelta, delta()),
     "ShortConvolution.__init__": lambda: (_native.ShortConvolution, convolution()),

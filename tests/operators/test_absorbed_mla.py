@@ -30,11 +30,11 @@ FP32 = 5e-5
 # Seen: 1.3.
 BF16 = 1.5
 
-SERVED = ["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"]
+SERVED = [
+    "axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2"
+]  # fmt: skip
 REFUSED = {
-    "deepseek_v32": "it also holds indexer",
-    "glm_moe_dsa": "it also holds indexer",
-    "hy_v4": "it also holds indexer, gate_proj, sinks",
+    "hy_v4": "it also holds gate_proj, sinks",
     "longcat_flash": "it computes something else than latent attention",
     "qwen3_moe": "it has no kv_a_proj_with_mqa",
 }

@@ -25,6 +25,7 @@ from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import LayerKind, tensors_of
 from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers
 from ktinject.generation.cpu.native_parts import UnknownLayer
+from ktinject.generation.cpu.native_rotation import Rotation, parts_of
 from ktinject.generation.masks import Masks
 from ktinject.operators.offload import submits
 from ktinject.operators.probes import twin
@@ -103,7 +104,8 @@ class NativeDecoder:
         if self.is_proven:
             layers = self._layers
             x = layers.embedded(ids)
-            out = self._run(call, x[:, 0], layers.rotation(x, positions), 0, len(layers), layers.norm)
+            rotation = layers.rotations(x, positions)
+            out = self._run(call, x[:, 0], rotation, 0, len(layers), layers.norm)
             return layers.logits(model, out)
         model = self._comparing(model, call) if self.support else model
         return loop.logits_of(model, ids, self._layers.masks.of(cache, model), positions, cache)[:, -1]
@@ -122,7 +124,7 @@ class NativeDecoder:
         assert model is not None and self.is_proven
         layers = self._layers
         x = layers.embedded(ids)
-        cos, sin = layers.turned(layers.rotation(x, positions), 0)
+        cos, sin = layers.rotations.side_by_side(layers.rotations(x, positions), 0)
         out = torch.empty_like(x[0])
         layers.decoder.forward(
             x=x[0],
@@ -167,13 +169,14 @@ class NativeDecoder:
         self,
         call: _Call,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: Rotation,
         first: int,
         last: int,
         norm: Any = None,
+        most_chosen: int = 0,
     ) -> Tensor:
-        """x [b, hidden] through layers first to last - 1."""
-        cos, sin = self._layers.turned(rotation, (slice(None), 0))
+        """x [b, hidden] through layers first to last - 1, of which indexers choose at most so many places."""
+        cos, sin = self._layers.rotations.side_by_side(rotation, (slice(None), 0))
         out = torch.empty_like(x)
         self._layers.decoder.forward(
             x=x,
@@ -186,16 +189,20 @@ class NativeDecoder:
             last=last,
             final_norm=norm,
             live=submits.live_rows(x),
+            most_chosen=most_chosen,
             out=out,
         )
         return out
 
     def _cache_of(self, cache: KVBucket) -> Any:
         if cache not in self._caches:
-            # Of a layer that keeps nothing, one that nobody reads. A convolution has its last inputs alone.
+            # Of a layer that keeps nothing, one that nobody reads. A convolution has its last inputs alone, and few
+            # layers the keys of an index.
             tensors = [tensors_of(layer) or (torch.empty(1, 1, 1),) for layer in cache.layers]
+            kinds = self._layers.kinds
+            indexes = [one[2] if kind.indexed and len(one) > 2 else None for kind, one in zip(kinds, tensors)]
             self._caches[cache] = _native.DecoderCache(
-                [one[0] for one in tensors], [one[-1] for one in tensors]
+                [one[0] for one in tensors], [one[min(1, len(one) - 1)] for one in tensors], indexes
             )
         return self._caches[cache]
 
@@ -203,7 +210,9 @@ class NativeDecoder:
         """A twin of the model that computes the same; what each layer makes of its input is compared with ours."""
         layers = self._layers
         expected = layers.embedded(call.ids)
-        rotation = layers.rotation(expected, call.positions)
+        rotation = layers.rotations(expected, call.positions)
+        # So few places that indexers have to choose, however short the text is.
+        few = max(1, call.cache_position // 2)
         before: dict[int, list[Tensor]] = {}  # the states of layers that have one
 
         def before_layer(index: int, *_: Any) -> None:
@@ -216,15 +225,15 @@ class NativeDecoder:
             given = kwargs.get("position_embeddings")
             if not torch.equal(x, expected):
                 raise UnknownLayer("it is given something else than the layer before it gave")
-            if not _are_equal(given, rotation):
+            if not _are_equal(parts_of(given), layers.rotations.of_layer(rotation, index)):
                 raise UnknownLayer("it is given another rotation than the model's own")
             expected = output[0] if isinstance(output, tuple) else output
-            if index in self._unproven:
-                kind = layers.kinds[index]
+            kind = layers.kinds[index]
+            if index in self._unproven or kind.indexed:  # a layer may go by the choice of one before it
                 kept = call.kept(index, kind)
                 if kind.is_state:
                     call.put_back(index, before[index])
-                ours = self._run(call, x[:, 0], rotation, index, index + 1)
+                ours = self._run(call, x[:, 0], rotation, index, index + 1, most_chosen=few)
                 agreement = _agreement(ours, expected[:, 0], x[:, 0])
                 for a, b in zip(call.kept(index, kind), kept):
                     agreement = agreement and _agreement(a, b, torch.zeros_like(b))
@@ -257,7 +266,7 @@ class NativeDecoder:
 
         twins = []
         for i, layer in enumerate(layers.layers):
-            twins.append(twin.of(layer))
+            twins.append(_choosing_few(layer, few))
             compare = hook(f"layer {i}", functools.partial(after_layer, i))
             twins[i].register_forward_hook(compare, with_kwargs=True)
             twins[i].register_forward_pre_hook(functools.partial(before_layer, i))
@@ -269,6 +278,8 @@ class NativeDecoder:
         return found
 
     def _note(self, index: int, agreement: Support) -> None:
+        if index not in self._unproven:
+            return
         if agreement:
             self._unproven.pop(index)
             return
@@ -280,6 +291,16 @@ class NativeDecoder:
         if self.support:
             self.is_proven, self.support = False, Support.no(why)
             logger.info("decode steps keep transformers' own operations: %s", why)
+
+
+def _choosing_few(layer: nn.Module, few: int) -> nn.Module:
+    """A twin of a layer whose indexer, if it has one, chooses so many places at most."""
+    name = "index_topk"
+    found = twin.tree(layer, lambda module: name in vars(module))
+    for module in found.modules():
+        if name in vars(module):
+            vars(module)[name] = min(few, vars(module)[name])
+    return found
 
 
 def _are_equal(given: Any, rotation: tuple[Tensor, Tensor] | None) -> bool:

@@ -39,7 +39,9 @@ class Scale:
             return None
         # Of digits beyond these, doubles know nothing.
         ratio, inverse = (float(f"{part:.12g}") for part in (along / square, square / along))
-        candidates = (cls(), cls(ratio), cls(inverse, True))
+        # A factor of more digits, such as a root, is among the quotients of single values.
+        quotients = (after / before).flatten().tolist() if before.all() else []
+        candidates = (cls(), cls(ratio), cls(inverse, True), *map(cls, dict.fromkeys(quotients)))
         return next((scale for scale in candidates if scale.by and torch.equal(scale(before), after)), None)
 
 

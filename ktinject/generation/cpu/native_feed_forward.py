@@ -41,6 +41,8 @@ def feed_forward(
         rounds_weights=chosen.rounds,
         experts=child_of(holder, spec.experts.rpartition(".")[2], CpuExperts).native,
         shared=None if spec.shared is None else _unit(module.get_submodule(spec.shared.path), spec.shared),
+        routed_factor=spec.factors[0],
+        whole_factor=spec.factors[1],
         gate=None if spec.shared_gate is None else _gate(module.get_submodule(spec.shared_gate), dtype),
         narrow_in=linear(module, spec.narrow[0]) if spec.narrow else None,
         narrow_out=linear(module, spec.narrow[1]) if spec.narrow else None,

@@ -17,7 +17,9 @@ from ktinject.generation.cache_layers import LayerKind, kinds_of
 from ktinject.generation.cpu import native_ends
 from ktinject.generation.cpu.native_feed_forward import feed_forward
 from ktinject.generation.cpu.native_parts import UnknownLayer, child_of, known, linear, norm, wide
+from ktinject.generation.cpu.native_rotation import Rotations
 from ktinject.generation.cpu.native_states import state_twin
+from ktinject.generation.indexer_spec import IndexerSpec
 from ktinject.generation.layer_spec import (
     AttentionSpec,
     GroupedAttentionSpec,
@@ -25,6 +27,7 @@ from ktinject.generation.layer_spec import (
     NormSpec,
     StateSpec,
 )
+from ktinject.hf import adapters
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_linear import CpuLinear
 
@@ -76,39 +79,17 @@ class NativeLayers:
         self.kinds = kinds_of(model.config)
         if len(self.kinds) != len(self.layers):
             raise UnknownLayer(f"its cache has {len(self.kinds)} layers, the model {len(self.layers)}")
+        self.rotations = Rotations(self.rotary, model.config, weight[:1, None])
         for index, (layer, kind) in enumerate(zip(self.layers, self.kinds)):
             try:
-                self.decoder.add(**_layer(layer, kind, weight.dtype, self.copies))
+                angles = self.rotations.columns(index)
+                self.decoder.add(**_layer(layer, kind, weight.dtype, self.copies, angles))
             except (UnknownLayer, ValueError) as error:
                 raise UnknownLayer(f"layer {index}: {error}") from None
         self.masks = known(masks.of_model(model))
         self._read_as = native_ends.read_as(model, self.path, embed, self.embed.num_embeddings)
         self._embedding_scale = native_ends.embedding_scale(self.module, embed)
         self._logits_scale = native_ends.logits_scale(model)
-        self._frequencies = getattr(self.rotary, "inv_freq", torch.empty(0)).shape[-1]
-        self._axes = 0
-        try:
-            self._find_axes(weight[:1, None])
-        except TypeError as error:  # some have angles for each kind of layer
-            name = type(self.rotary).__name__
-            raise UnknownLayer(f"its {name} is called in another way: {error}") from None
-
-    def _find_axes(self, x: Tensor) -> None:
-        """How the rotary embedding takes positions: that of text and images needs three in some versions."""
-        try:
-            self.rotation(x, torch.zeros(1, 1, dtype=torch.int64))
-        except IndexError:
-            self._axes = 3
-            self.rotation(x, torch.zeros(1, 1, dtype=torch.int64))
-
-    def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of positions [b, 1], as the model gives them to its layers; None if it turns nothing."""
-        if self.rotary is None:
-            return None
-        if self._axes:
-            positions = positions.expand(self._axes, *positions.shape)
-        found: tuple[Tensor, Tensor] = self.rotary(x, positions)
-        return found
 
     def embedded(self, ids: Tensor) -> Tensor:
         """[b, 1] ids → [b, 1, hidden], as the model's first layer gets them."""
@@ -123,26 +104,23 @@ class NativeLayers:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def turned(self, rotation: tuple[Tensor, Tensor] | None, row: Any) -> tuple[Tensor | None, Tensor | None]:
-        """cos and sin [b, n] of a token or a row, twice side by side also where the model gives each of them once."""
-        if rotation is None:
-            return None, None
-        cos, sin = (part[row] for part in rotation)
-        if cos.shape[-1] == self._frequencies:
-            cos, sin = (torch.cat([part, part], dim=-1) for part in (cos, sin))
-        return cos.contiguous(), sin.contiguous()
-
 
 def _layer(
-    layer: nn.Module, kind: LayerKind, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
+    layer: nn.Module,
+    kind: LayerKind,
+    dtype: torch.dtype,
+    copies: list[tuple[Tensor, Tensor]],
+    angles: tuple[int, int],
 ) -> dict[str, Any]:
-    """What `_native.Decoder.add` takes for a layer."""
+    """What `_native.Decoder.add` takes for a layer. angles: the columns of the rotation that are its kind's."""
     spec = known(layer_spec.of_layer(layer))
 
     def norm_of(found: NormSpec | None) -> Any:
         return None if found is None else norm(found, layer, dtype)
 
     unit = spec.feed_forward
+    turns_nothing = isinstance(spec.attention, GroupedAttentionSpec) and spec.attention.turning.is_none
+    first_angle, count = (0, 0) if turns_nothing else angles
     return {
         "before_attention": norm_of(spec.input_norm),
         "attention": _attention(spec.attention, layer, kind, dtype, copies),
@@ -153,6 +131,8 @@ def _layer(
         else feed_forward(unit, layer.get_submodule(unit.path), dtype, copies),
         "behind_feed_forward": norm_of(spec.feed_forward_behind),
         "residual": spec.residual,
+        "first_angle": first_angle,
+        "angles": count,
     }
 
 
@@ -164,8 +144,8 @@ def _attention(
     copies: list[tuple[Tensor, Tensor]],
 ) -> Any:
     """The twin of a layer's attention, or of what has its place; None: there is none, and nothing is kept."""
-    attends = isinstance(spec, AttentionSpec)
-    if attends == kind.is_state or kind.indexed:
+    chooses = isinstance(spec, LatentAttentionSpec) and spec.latent.chooses != "none"
+    if isinstance(spec, AttentionSpec) == kind.is_state or kind.indexed != chooses:
         what = "layer without attention" if spec is None else type(layer.get_submodule(spec.path)).__name__
         raise UnknownLayer(f"its cache is not what a {what} needs")
     if kind.is_chunked:
@@ -193,6 +173,7 @@ def _grouped(
     q, k = child_of(module, "q_proj", CpuLinear), child_of(module, "k_proj", CpuLinear)
     sinks = wide(module.get_parameter("sinks"), copies) if spec.has_sinks else None
     size = spec.head_size * (2 if spec.has_output_gate else 1)
+    groups = k.out_features // spec.head_size
     return _native.GroupedAttention(
         q=q.native,
         k=k.native,
@@ -201,7 +182,7 @@ def _grouped(
         q_norm=None if spec.q_norm is None else norm(spec.q_norm, module, dtype),
         k_norm=None if spec.k_norm is None else norm(spec.k_norm, module, dtype),
         heads=q.out_features // size,
-        groups=k.out_features // spec.head_size,
+        groups=groups,
         size=spec.head_size,
         scale=spec.scaling,
         window=window or 0,
@@ -209,6 +190,10 @@ def _grouped(
         gated=spec.has_output_gate,
         neighbours=spec.turning.by_neighbours,
         norms_last=spec.turning.before_norms,
+        value=child_of(module, "v_proj", CpuLinear).out_features // groups,
+        value_scale=spec.outputs.scale,
+        gate=linear(module, spec.gate) if spec.gate else None,
+        has_softplus=spec.outputs.gate == "softplus",
     )
 
 
@@ -218,7 +203,7 @@ def _latent(spec: LatentAttentionSpec, module: AbsorbedMla, dtype: torch.dtype) 
         raise UnknownLayer(f"its kv_b_proj is a {type(module.kv_b_proj).__name__} of another dtype")
     if not module.kv_b_proj.weight.is_contiguous():
         raise UnknownLayer("the weight of its kv_b_proj is not contiguous")
-    if latent.rope not in ("halves", "neighbours", "none"):
+    if latent.rope not in ("halves", "neighbours", "complex", "none"):
         raise UnknownLayer(f"it rotates by {latent.rope}")
     return _native.LatentAttention(
         q=None if low else linear(module, "q_proj"),
@@ -236,4 +221,37 @@ def _latent(spec: LatentAttentionSpec, module: AbsorbedMla, dtype: torch.dtype) 
         value=latent.v_head_dim,
         neighbours=latent.rope == "neighbours",
         scale=latent.scaling,
+        stays=latent.rope == "complex",
+        indexer=None if spec.indexer is None else _indexer(spec.indexer, module.indexer, dtype),
+        chooses=latent.chooses != "none",
     )
+
+
+def _indexer(spec: IndexerSpec, module: Any, dtype: torch.dtype) -> Any:
+    """What chooses the places that latent attention attends to."""
+    weight, bias = (tensor.detach() for tensor in (module.k_norm.weight, module.k_norm.bias))
+    if weight.dtype != dtype or bias.dtype != dtype:
+        raise UnknownLayer(f"the norm of its {type(module).__name__} is {weight.dtype}")
+    return _native.Indexer(
+        q=_projection(module, "wq_b"),
+        k=_projection(module, "wk"),
+        weights=_projection(module, "weights_proj"),
+        norm_weight=weight,
+        norm_bias=bias,
+        epsilon=spec.epsilon,
+        heads=spec.heads,
+        size=spec.size,
+        rotary=spec.rotary,
+        top_k=spec.top_k,
+        neighbours=spec.rope == "neighbours",
+    )
+
+
+def _projection(module: Any, name: str) -> Any:
+    """A linear layer that is packed, or one of torch's."""
+    layer = adapters.unadapted(getattr(module, name))
+    if isinstance(layer, CpuLinear):
+        return _native.Projection(linear=layer.native)
+    if type(layer) is not nn.Linear or layer.bias is not None or not layer.weight.is_contiguous():
+        raise UnknownLayer(f"its {name} is a {type(layer).__name__} that is not known")
+    return _native.Projection(weight=layer.weight.detach())

@@ -40,8 +40,10 @@ def linear(module: Any, name: str) -> Any:
     return child_of(module, name, CpuLinear).native
 
 
-def norm(spec: NormSpec, owner: nn.Module, dtype: torch.dtype) -> Any:
-    """The norm at the spec's path below its owner."""
+def norm(spec: NormSpec | None, owner: nn.Module, dtype: torch.dtype) -> Any:
+    """The norm at the spec's path below its owner, if there is one."""
+    if spec is None:
+        return None
     module = owner.get_submodule(spec.path)
     weight = module.get_parameter("weight").detach()
     rms = spec.rms

@@ -13,7 +13,7 @@ from ktinject.generation.cache_layers import BucketLayer, ConsecutiveLayer
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Cache, Norm
 from ktinject.generation.cuda.projections import Step, norm_of, project, weight_of
-from ktinject.generation.layer_probes import BY_HALVES
+from ktinject.generation.layer_probes import BY_HALVES, PLAIN_OUTPUTS
 from ktinject.generation.layer_spec import AttentionSpec, GroupedAttentionSpec, LatentAttentionSpec
 from ktinject.hf import compat
 from ktinject.operators.absorbed_mla import AbsorbedMla
@@ -34,7 +34,9 @@ class _Attention:
 
     @classmethod
     def of(cls, spec: GroupedAttentionSpec, module: Any, block_counts: Tensor) -> _Attention | None:
-        if spec.output != "o_proj" or spec.turning != BY_HALVES:
+        if spec.output != "o_proj" or spec.turning != BY_HALVES or spec.outputs != PLAIN_OUTPUTS:
+            return None
+        if len({getattr(module.get_submodule(name), "out_features", 0) for name in ("k_proj", "v_proj")}) > 1:
             return None
         if any(p.dtype == torch.float32 for p in module.parameters()):
             return None  # the kernels compute in 16 bits on tensor cores, which would round fp32 weights
@@ -92,7 +94,7 @@ class _Latent:
 
     @classmethod
     def of(cls, spec: LatentAttentionSpec, module: AbsorbedMla) -> _Latent | None:
-        if spec.latent.rope not in ("halves", "neighbours"):
+        if spec.latent.rope not in ("halves", "neighbours") or spec.latent.chooses != "none":
             return None
         if any(p.dtype == torch.float32 for p in module.parameters()):
             return None

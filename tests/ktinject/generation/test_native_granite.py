@@ -133,7 +133,9 @@ class TestScales:
             == Scale()
         )
 
-    @pytest.mark.parametrize("scale", [Scale(), Scale(0.1), Scale(7.3), Scale(6.0, True), Scale(-2.0)])
+    @pytest.mark.parametrize(
+        "scale", [Scale(), Scale(0.1), Scale(7.3), Scale(40**0.5), Scale(6.0, True), Scale(-2.0)]
+    )
     def test_is_found_between_values(self, scale: Scale) -> None:
         x = torch.linspace(-3, 3, 16, dtype=torch.float64)
         assert Scale.between(x, scale(x)) == scale

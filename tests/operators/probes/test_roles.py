@@ -64,7 +64,8 @@ def test_the_roles_of_deepseek_v3() -> None:
         ),  # two linear layers, the first of which is two in one
         ("lfm2_moe", "attention", {"conv"}),
         ("gemma4_text", "router", None),  # its linear layer is a child
-        ("deepseek_v32", "latent_attention", None),
+        ("deepseek_v32", "latent_attention", {"self_attn"}),
+        ("hy_v4", "latent_attention", None),
     ],
 )
 def test_roles_of_other_families(name: str, role: str, paths: set[str] | None) -> None:
@@ -74,9 +75,11 @@ def test_roles_of_other_families(name: str, role: str, paths: set[str] | None) -
 
 
 def test_what_comes_near_a_role_says_why_it_has_it_not() -> None:
-    found = Roles(tiny("deepseek_v32"))
+    model = tiny("deepseek_v3")
+    model.model.layers[1].self_attn.gate_proj = nn.Linear(8, 8)
+    found = Roles(model)
     answer = found.has("model.layers.1.self_attn", "latent_attention")
-    assert not answer and "indexer" in answer.reason
+    assert not answer and "gate_proj" in answer.reason
     assert found.has("model.layers.1.mlp", "latent_attention") is ELSEWHERE
     assert found.has("model.layers.0", "attention") is ELSEWHERE  # which takes the cache, too
 

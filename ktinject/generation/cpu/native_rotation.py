@@ -1,0 +1,88 @@
+"""The rotations of a step, as a model gives them to its layers: one for all, or one for each kind of layer."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktinject.generation.cpu.native_parts import UnknownLayer
+
+# cos and sin [b, n, …] of each kind of layer; empty where the model turns nothing.
+Rotation = list[tuple[Tensor, Tensor]]
+
+
+class Rotations:
+    """Gives the rotation of positions [b, n]. The first step compares it with what the model's layers are given."""
+
+    def __init__(self, rotary: Any, config: Any, x: Tensor) -> None:
+        """rotary: the model's rotary embedding, or None. x [1, 1, hidden]. Raises UnknownLayer."""
+        self._rotary, self._axes = rotary, 0
+        text = config.get_text_config()
+        types = getattr(text, "layer_types", None) or []
+        # Of models that have one for each kind of layer: the kinds, and each layer's.
+        self._names: list[str] = []
+        if rotary is not None and "layer_type" in inspect.signature(type(rotary).forward).parameters:
+            self._names = sorted({*types})
+        self._kind = [self._names.index(name) if self._names else 0 for name in types]
+        named = [f"{name}_inv_freq" for name in self._names] or ["inv_freq"]
+        self._frequencies = [getattr(rotary, name, torch.empty(0)).shape[-1] for name in named]
+        try:
+            found = self._find_axes(x)
+        except (TypeError, AttributeError) as error:
+            name = type(rotary).__name__
+            raise UnknownLayer(f"its {name} is called in another way: {error}") from None
+        self._widths = [self._doubled(one, kind)[0].shape[-1] for kind, one in enumerate(found)]
+
+    def _find_axes(self, x: Tensor) -> Rotation:
+        """How the rotary embedding takes positions: that of text and images needs three in some versions."""
+        positions = torch.zeros(1, 1, dtype=torch.int64)
+        try:
+            return self(x, positions)
+        except IndexError:
+            self._axes = 3
+            return self(x, positions)
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Rotation:
+        if self._rotary is None:
+            return []
+        if self._axes:
+            positions = positions.expand(self._axes, *positions.shape)
+        if self._names:
+            return [parts_of(self._rotary(x, positions, name)) for name in self._names]
+        return [parts_of(self._rotary(x, positions))]
+
+    def of_layer(self, rotation: Rotation, index: int) -> tuple[Tensor, Tensor] | None:
+        """What a layer is given."""
+        return rotation[self._kind[index] if self._names else 0] if rotation else None
+
+    def columns(self, index: int) -> tuple[int, int]:
+        """Where what a layer turns by begins in `side_by_side`, and how many columns it has; (0, -1): all."""
+        if not self._names:
+            return 0, -1
+        kind = self._kind[index]
+        return sum(self._widths[:kind]), self._widths[kind]
+
+    def side_by_side(self, rotation: Rotation, row: Any) -> tuple[Tensor | None, Tensor | None]:
+        """cos and sin [b, all columns] of a token or a row."""
+        if not rotation:
+            return None, None
+        kinds = [self._doubled((cos[row], sin[row]), kind) for kind, (cos, sin) in enumerate(rotation)]
+        cos, sin = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1) for parts in zip(*kinds))
+        return cos.contiguous(), sin.contiguous()
+
+    def _doubled(self, rotation: tuple[Tensor, Tensor], kind: int) -> tuple[Tensor, Tensor]:
+        """cos and sin twice side by side, also where the model gives each of them once."""
+        cos, sin = rotation
+        if cos.shape[-1] == self._frequencies[kind]:
+            return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+        return cos, sin
+
+
+def parts_of(rotation: Any) -> Any:
+    """cos and sin of a rotation by complex numbers, as DeepSeek-V2 has it; any other one as it is."""
+    if isinstance(rotation, Tensor) and rotation.is_complex():
+        return rotation.real, rotation.imag
+    return rotation

@@ -1,0 +1,148 @@
+"""What an indexer computes, which chooses the places that a token attends to (DeepSeek-V3.2, GLM-5).
+
+    q           = wq_b(low), a head, its first values turned          low: what q_b_proj takes
+    k           = k_norm(wk(x)), its first values turned              ← what is cached
+    score       = Σ over heads of weights_proj(x) · relu(q · k)       of each place that is not masked
+    the choice  = the places with the top_k greatest scores
+
+That is found by running the class's own forward on a twin whose children give random values: the order in which it
+gives all places is that of their scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktinject.generation import layer_probes
+from ktinject.generation.cpu import openmp
+from ktinject.hf import compat
+from ktinject.operators.probes import twin
+from ktinject.operators.probes.answer import answered_once, refusal_of
+from ktinject.operators.probes.attention import rotate
+from ktinject.support import Support
+
+_CHILDREN = {"wq_b", "wk", "k_norm", "weights_proj"}
+_TOKENS, _PLACES = 3, 24
+
+
+@dataclass(frozen=True)
+class IndexerSpec:
+    """The formula above.
+
+    size           values of a head, and of a key
+    rotary         of these that are turned, the first ones
+    rope           which pairs of values are turned together, as `LatentSpec` has it: halves or neighbours
+    epsilon        of k_norm, a layer norm with weight and bias
+    """
+
+    heads: int
+    size: int
+    rotary: int
+    top_k: int
+    rope: str
+    epsilon: float
+
+
+@answered_once
+@openmp.one_thread()
+def of_indexer(module: nn.Module) -> IndexerSpec | Support:
+    """The spec of an indexer, or why it has none."""
+    found: Any = module
+    children = {name for name, _ in module.named_children()}
+    if children != _CHILDREN or [*module.parameters(recurse=False)]:
+        return Support.no(f"its {type(module).__name__} holds {', '.join(sorted(children))}")
+    names = ("n_heads", "head_dim", "qk_rope_head_dim", "index_topk")
+    sizes = [getattr(module, name, None) for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in sizes) or sizes[2] % 2 or sizes[1] < sizes[2]:
+        return Support.no(f"its {type(module).__name__} has no {', '.join(names)}, or odd ones")
+    norm = found.k_norm
+    if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
+        return Support.no(
+            f"the norm of its {type(module).__name__} is no layer norm with a weight and a bias"
+        )
+    heads, size, rotary, top_k = (int(one) for one in sizes if one is not None)
+    try:
+        rope = _rope(module, heads, size, rotary)
+    except Exception as error:  # transformers' own code, given what it may not be made for
+        return refusal_of(error)
+    if rope is None:
+        return Support.no(f"its {type(module).__name__} scores places in another way")
+    return IndexerSpec(heads, size, rotary, top_k, rope, norm.eps)
+
+
+class _Index:
+    """Stands for a cache that holds keys of other tokens already, which it gives for those that it is given."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.held, self.given = keys, keys
+
+    def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
+        self.given = keys
+        return self.held
+
+
+def _rope(module: nn.Module, heads: int, size: int, rotary: int) -> str | None:
+    """Which pairs are turned together; None if the formula gives something else than the indexer."""
+    random = torch.Generator("cpu").manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, device="cpu")
+
+    queries, key, weights = drawn(1, _TOKENS, heads * size), drawn(1, _TOKENS, size), drawn(1, _TOKENS, heads)
+    half = drawn(1, _TOKENS, rotary // 2)
+    angles = torch.cat([half, half], -1)
+    x, low, index = drawn(1, _TOKENS, 8), drawn(1, _TOKENS, 6), _Index(drawn(1, _PLACES, size))
+    mask = torch.ones(1, _TOKENS, _PLACES, dtype=torch.bool, device="cpu").tril(_PLACES - _TOKENS)
+    seen: dict[str, Tensor] = {}
+
+    def gives(name: str, value: Tensor) -> nn.Module:
+        def given(x: Tensor) -> Tensor:
+            seen[name] = x
+            return value
+
+        found = layer_probes.Stub(given)
+        found.weight = nn.Parameter(torch.empty(0, device="cpu"), False)
+        return found
+
+    children = {
+        "wq_b": gives("wq_b", queries),
+        "wk": gives("wk", key),
+        "k_norm": layer_probes.Stub(torch.tanh),
+        "weights_proj": gives("weights_proj", weights),
+    }
+
+    def chosen(mask: Tensor, top_k: int) -> Tensor:
+        with twin.on_cpu():
+            small = twin.of(module, children, attributes={"index_topk": top_k})
+            rotation = (angles.cos(), angles.sin())
+            found: Tensor = twin.run(small, x, low, rotation, mask, None, **{compat.CACHE: index})
+        return found
+
+    all_places, few = chosen(mask, _PLACES), chosen(mask, 5)
+    added = chosen(
+        torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min),
+        _PLACES,
+    )
+    takes = seen["wq_b"] is low and torch.equal(seen["wk"], x) and torch.equal(seen["weights_proj"], x)
+    for rope in ("halves", "neighbours"):
+        turned = [
+            torch.cat(
+                [rotate(rope, part[..., :rotary], (angles.cos(), angles.sin())), part[..., rotary:]], -1
+            )
+            for part in (queries.view(1, _TOKENS, heads, size).transpose(1, 2), torch.tanh(key)[:, None])
+        ]
+        products = torch.relu(turned[0] @ index.held[:, None].mT)  # [1, heads, m, n]
+        scores = (weights.transpose(1, 2)[..., None] * products).sum(1).masked_fill(~mask, -torch.inf)
+        best = scores.sort(-1, descending=True).values
+        agrees = takes and torch.allclose(index.given, turned[1][:, 0], atol=1e-6)
+        for found in (all_places, added, few):
+            # Of places that tie, any may come first; behind those that are seen, any masked ones.
+            reached = scores.gather(-1, found.long())
+            agrees = agrees and torch.allclose(reached, best[..., : found.shape[-1]], atol=1e-5)
+        if agrees:
+            return rope
+    return None

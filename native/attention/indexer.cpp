@@ -1,0 +1,160 @@
+#include "attention/indexer.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+#include "attention/tasks.hpp"
+#include "attention/turning.hpp"
+#include "runtime/scratch.hpp"
+#include "runtime/thread_pool.hpp"
+
+namespace ktinject::attention {
+namespace {
+
+// Places of a task, and rows of a plain weight.
+constexpr int kPlacesOfTask = 64;
+constexpr int kRowsOfTask = 16;
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+// The k greatest scores in front. With torch's own algorithm, so that of places that tie the same ones are taken.
+void take_top(std::vector<std::pair<float, int>>& order, int k) {
+  auto greater = [](const std::pair<float, int>& a, const std::pair<float, int>& b) {
+    return (std::isnan(a.first) && !std::isnan(b.first)) || a.first > b.first;
+  };
+  const auto first = order.begin();
+  if (static_cast<size_t>(k) * 64 <= order.size()) std::partial_sort(first, first + k, order.end(), greater);
+  else std::nth_element(first, first + k - 1, order.end(), greater);
+}
+
+}  // namespace
+
+void Projection::forward(const float* x, int rows, DType model, float* y) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  if (linear != nullptr) {
+    linear->forward(x, DType::f32, rows, y);
+    ops.round(y, rows * out, model);
+    return;
+  }
+  const runtime::Session session;
+  const int blocks = (out + kRowsOfTask - 1) / kRowsOfTask;
+  each(*session, product(rows, out, in) < kSerialProducts, rows * blocks, [&](int index, int) {
+    const int row = index / blocks, first = index % blocks * kRowsOfTask;
+    const auto* w = static_cast<const std::byte*>(weight) + product(first, in) * dtype_bytes(dtype);
+    ops.rows_times(w, x + product(row, in), std::min(kRowsOfTask, out - first), in, dtype,
+                   y + product(row, out) + first);
+  });
+}
+
+Indexer::Indexer(IndexerConfig config) : config_(config) {
+  if (config_.heads < 1 || config_.size < 1 || config_.top_k < 1 || config_.rotary < 0 || config_.rotary % 2 != 0 ||
+      config_.rotary > config_.size)
+    throw std::invalid_argument("indexer: heads, size and top_k must be positive, rotary even and at most size");
+  if (config_.q.out != config_.heads * config_.size || config_.k.out != config_.size ||
+      config_.weights.out != config_.heads || config_.weights.in != config_.k.in)
+    throw std::invalid_argument("indexer: queries, key and weights do not fit its heads of " +
+                                std::to_string(config_.size) + " values");
+}
+
+bool Indexer::fits(int hidden, int low) const { return config_.k.in == hidden && config_.q.in == low; }
+
+void Indexer::forward(const float* x, const float* low, const Step& step, const LayerCache& cache) const {
+  const Cached& keys = cache.third;
+  const int heads = config_.heads, size = config_.size, batch = step.batch, capacity = cache.first.shape[2];
+  if (keys.dtype != step.dtype || keys.shape != std::vector<int>{step.together(), 1, capacity, size})
+    throw std::invalid_argument("cache: the keys of an index must be [" + std::to_string(step.together()) + ", 1, " +
+                                std::to_string(capacity) + ", " + std::to_string(size) + "] of the model's dtype");
+  if (step.rotary != config_.rotary || step.has_wide_rotation || config_.norm_dtype != step.dtype)
+    throw std::invalid_argument("indexer: found a rotation of " + std::to_string(step.rotary) +
+                                " values or a norm of another dtype; expected " + std::to_string(config_.rotary));
+  const gemm::StepOps& ops = gemm::step_ops();
+  Choice& choice = *cache.choice;
+  const int most = step.most_chosen > 0 ? std::min(step.most_chosen, config_.top_k) : config_.top_k;
+  choice.position = -1;  // what an error leaves is none
+  choice.places.resize(static_cast<size_t>(batch));
+  choice.is_all.assign(static_cast<size_t>(batch), true);
+  write(x, step, keys);
+  if (step.position_of(batch - 1) >= most) {
+    runtime::Arrays arrays;
+    const size_t q_at = arrays.take(product(batch, heads, size)), weights_at = arrays.take(product(batch, heads)),
+                 query_at = arrays.take(product(heads, size)), scores_at = arrays.take(static_cast<size_t>(capacity));
+    const runtime::Scratch memory(arrays.count());
+    float *q = memory + q_at, *weights = memory + weights_at, *query = memory + query_at, *scores = memory + scores_at;
+    config_.q.forward(low, batch, step.dtype, q);
+    config_.weights.forward(x, batch, step.dtype, weights);
+    static thread_local std::vector<std::pair<float, int>> order;
+    for (int row = 0; row < batch; ++row) {
+      if (step.position_of(row) < most) continue;
+      for (int h = 0; h < heads; ++h)
+        turn(ops, q + product(row * heads + h, size), size, step, row, config_.neighbours, query + product(h, size));
+      score(query, weights + product(row, heads), step, row, keys, scores);
+      order.resize(static_cast<size_t>(capacity));
+      for (int place = 0; place < capacity; ++place) order[static_cast<size_t>(place)] = {scores[place], place};
+      take_top(order, most);
+      std::vector<int>& places = choice.places[static_cast<size_t>(row)];
+      places.clear();
+      // Of a row with padding, some may be chosen that are masked.
+      for (int i = 0; i < most; ++i)
+        if (order[static_cast<size_t>(i)].first != kLowest) places.push_back(order[static_cast<size_t>(i)].second);
+      std::sort(places.begin(), places.end());
+      choice.is_all[static_cast<size_t>(row)] = false;
+    }
+  }
+  choice.position = step.position;
+}
+
+void Indexer::write(const float* x, const Step& step, const Cached& keys) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int size = config_.size, batch = step.batch;
+  const auto count = static_cast<size_t>(size);
+  runtime::Arrays arrays;
+  const size_t k_at = arrays.take(product(batch, size)), weight_at = arrays.take(count), bias_at = arrays.take(count),
+               turned_at = arrays.take(count);
+  const runtime::Scratch memory(arrays.count());
+  float *k = memory + k_at, *weight = memory + weight_at, *bias = memory + bias_at, *turned = memory + turned_at;
+  ops.widen(config_.norm_weight, size, config_.norm_dtype, weight);
+  ops.widen(config_.norm_bias, size, config_.norm_dtype, bias);
+  config_.k.forward(x, batch, step.dtype, k);
+  for (int row = 0; row < batch; ++row) {
+    float* key = k + product(row, size);
+    double sum = 0, squares = 0;
+    for (int i = 0; i < size; ++i) sum += key[i];
+    const double mean = sum / size;
+    for (int i = 0; i < size; ++i) squares += (key[i] - mean) * (key[i] - mean);
+    const auto scale = static_cast<float>(1 / std::sqrt(squares / size + config_.epsilon));
+    for (int i = 0; i < size; ++i) key[i] = (key[i] - static_cast<float>(mean)) * scale * weight[i] + bias[i];
+    ops.round(key, size, step.dtype);
+    turn(ops, key, size, step, row, config_.neighbours, turned);
+    const size_t slot = product(step.cache_row(row), keys.shape[2]) + static_cast<size_t>(step.position_of(row));
+    ops.store(turned, size, step.dtype, static_cast<std::byte*>(keys.data) + slot * count * step.width());
+  }
+}
+
+void Indexer::score(const float* query, const float* weights, const Step& step, int row, const Cached& keys,
+                    float* scores) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int heads = config_.heads, size = config_.size, seen = step.position_of(row) + 1, capacity = keys.shape[2];
+  const uint8_t* mask = step.mask_of(row);
+  const std::byte* held =
+      static_cast<const std::byte*>(keys.data) + product(step.cache_row(row), capacity, size) * step.width();
+  std::fill(scores + seen, scores + capacity, kLowest);
+  const runtime::Session session;
+  const int tasks = (seen + kPlacesOfTask - 1) / kPlacesOfTask;
+  each(*session, product(heads, size, seen) < kSerialProducts, tasks, [&](int index, int) {
+    const runtime::Scratch memory(static_cast<size_t>(size + heads));
+    float *key = memory, *products = memory + size;
+    const int last = std::min(seen, (index + 1) * kPlacesOfTask);
+    for (int place = index * kPlacesOfTask; place < last; ++place) {
+      scores[place] = kLowest;
+      if (mask != nullptr && mask[place] == 0) continue;
+      ops.widen(held + product(place, size) * step.width(), size, step.dtype, key);
+      ops.rows_times(query, key, heads, size, DType::f32, products);
+      for (int h = 0; h < heads; ++h) products[h] = std::max(products[h], 0.0f);
+      ops.rows_times(weights, products, 1, heads, DType::f32, scores + place);
+    }
+  });
+}
+
+}  // namespace ktinject::attention

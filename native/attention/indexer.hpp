@@ -1,0 +1,47 @@
+// The indexer of sparse attention, which chooses the places that a token attends to (DeepSeek-V3.2, GLM-5).
+// ktinject/generation/indexer_spec.py has the formula.
+#pragma once
+
+#include "attention/attention.hpp"
+
+namespace ktinject::attention {
+
+// y = W x, rounded: of a packed layer to the model's dtype, else to that of its weight [out, in].
+struct Projection {
+  const gemm::Linear* linear = nullptr;
+  const void* weight = nullptr;
+  DType dtype = DType::bf16;
+  int out = 0, in = 0;
+
+  void forward(const float* x, int rows, DType model, float* y) const;
+};
+
+struct IndexerConfig {
+  Projection q, k, weights;  // q [heads * size] of the low-rank query; key [size] and weights [heads] of x
+  const void *norm_weight = nullptr, *norm_bias = nullptr;  // [size] of the model's dtype: a layer norm of the key
+  DType norm_dtype = DType::bf16;
+  float epsilon = 0;
+  int heads = 0, size = 0, rotary = 0;
+  int top_k = 0;            // places that are chosen at most
+  bool neighbours = false;  // as `turn` has it
+};
+
+// Keys [batch, 1, capacity, size] of the model's dtype lie in the third tensor of a layer's cache.
+class Indexer {
+ public:
+  explicit Indexer(IndexerConfig config);
+  bool fits(int hidden, int low) const;
+  // Leaves the keys of these tokens in the cache, and in its choice what they attend to. x [batch, hidden], low [batch,
+  // what the query is made of].
+  void forward(const float* x, const float* low, const Step& step, const LayerCache& cache) const;
+
+ private:
+  void write(const float* x, const Step& step, const Cached& keys) const;
+  // The score of each place for a row that sees more of them than are chosen; -inf where it is masked.
+  void score(const float* query, const float* weights, const Step& step, int row, const Cached& keys,
+             float* scores) const;
+
+  IndexerConfig config_;
+};
+
+}  // namespace ktinject::attention
