@@ -205,7 +205,8 @@ def _plain_router(gate: nn.Module) -> nn.Module:
     vars(plain).update(
         {name: value for name, value in vars(gate).items() if name not in ("linear", "packed", *shapes)}
     )
-    vars(plain)["_parameters"] = {
+    # A linear layer without a bias has None as that.
+    vars(plain)["_parameters"] = {"bias": None} | {
         name: nn.Parameter(torch.empty(shape, dtype=gate.weight.dtype, device="meta"), False)
         for name, shape in shapes.items()
     }

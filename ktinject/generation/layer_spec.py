@@ -23,6 +23,7 @@ from ktinject.generation.layer_probes import BY_HALVES, PLAIN_OUTPUTS, LayerName
 from ktinject.generation.recurrent_spec import (
     GatedDeltaSpec,
     KimiDeltaSpec,
+    Mamba1Spec,
     Mamba2Spec,
     ShortConvolutionSpec,
 )
@@ -99,7 +100,7 @@ class RotationSpec:
 
 
 # Of layers whose tokens leave a state of fixed size.
-StateSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | ShortConvolutionSpec
+StateSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba1Spec | Mamba2Spec | ShortConvolutionSpec
 MixerSpec = AttentionSpec | StateSpec
 
 
@@ -133,10 +134,12 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 _LAYER = _usual("self_attn", "mlp", _NORMS)
 _LINEAR_LAYER = _usual("linear_attn", "mlp", _NORMS)
 _LFM2_NORMS = ("operator_norm", "ffn_norm")
+_JAMBA_NORMS = ("input_layernorm", "pre_ff_layernorm")
 _LAYERS = (
     _LAYER,
     _LINEAR_LAYER,
     *(_usual(attention, "feed_forward", _LFM2_NORMS) for attention in ("self_attn", "conv")),
+    *(_usual(attention, "feed_forward", _JAMBA_NORMS) for attention in ("self_attn", "mamba")),
     *(
         _usual(attention, "block_sparse_moe", _NORMS, shared)
         for attention in ("self_attn", "mamba")

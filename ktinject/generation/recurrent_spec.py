@@ -1,4 +1,4 @@
-"""What layers compute whose tokens leave a state of fixed size: the gated delta rule, Mamba-2 and short convolutions.
+"""What layers compute whose tokens leave a state of fixed size: the gated delta rule, Mamba and short convolutions.
 
 Children are found by the names that transformers gives them. What they compute is compared in the first step.
 """
@@ -48,6 +48,21 @@ class KimiDeltaSpec:
     heads: int
     head_size: int
     norm_epsilon: float
+
+
+@dataclass(frozen=True)
+class Mamba1Spec:
+    """Mamba with norms of dt, B and C, as Jamba has it: the formula of native/attention/mamba1.hpp.
+
+    values      channels, each of which has a state of `state_size` values and a time step of its own
+    rank        of what gives the time steps
+    """
+
+    path: str
+    layer_idx: int
+    values: int
+    rank: int
+    state_size: int
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,23 @@ def of_kimi_delta(module: Any) -> KimiDeltaSpec | Support:
     return KimiDeltaSpec("", index, heads, head_size, epsilon)
 
 
+_MAMBA1 = {"conv1d", "in_proj", "x_proj", "dt_proj", "out_proj", "dt_layernorm", "b_layernorm", "c_layernorm"}
+
+
+def of_mamba1(module: Any) -> Mamba1Spec | Support:
+    """The spec of a Mamba mixer, with an empty path."""
+    children, parameters = held(module)
+    if children - {"act"} != _MAMBA1 or parameters != {"A_log", "D"}:
+        return not_known(module, "Mamba with norms of dt, B and C")
+    names = ("layer_idx", "intermediate_size", "time_step_rank", "ssm_state_size")
+    sizes: list[Any] = [getattr(module, name, None) for name in names]
+    if not all(isinstance(size, int) for size in sizes):
+        return Support.no(f"{type(module).__name__} has no {', '.join(names)}")
+    if type(module.conv1d) is not nn.Conv1d:
+        return Support.no(f"{type(module).__name__} has another convolution")
+    return Mamba1Spec("", *sizes)
+
+
 def of_mamba2(module: Any) -> Mamba2Spec | Support:
     """The spec of a Mamba-2 mixer, with an empty path."""
     children, parameters = held(module)
@@ -154,6 +186,8 @@ def finder(module: nn.Module) -> Callable[[Any], Any] | None:
         return of_kimi_delta
     if "in_proj_qkvz" in children or "in_proj_qkv" in children:
         return of_linear_attention
+    if {"in_proj", "x_proj", "dt_proj"} <= children:
+        return of_mamba1
     if "in_proj" in children and children & {"conv1d", "conv"}:
         return of_mamba2 if "conv1d" in children else of_short_convolution
     return None

@@ -42,8 +42,8 @@ def config(shape: str, layers: int | None = None, **changes: Any) -> PreTrainedC
     values = {**SHAPES[shape], "eos_token_id": None, "bos_token_id": None, "pad_token_id": None, **changes}
     if layers is not None:
         values["num_hidden_layers"] = layers
-        if "layer_types" in values:
-            values["layer_types"] = values["layer_types"][:layers]
+        for name in values.keys() & {"layer_types", "layers_block_type"}:
+            values[name] = values[name][:layers]
         if layers <= 2 * values.get("first_k_dense_replace", 0):
             values["first_k_dense_replace"] = 0
     return AutoConfig.for_model(**values)

@@ -13,6 +13,12 @@ def _types(layers: int, usual: str, other: str, at: tuple[int, ...]) -> list[str
     return [other if index in at else usual for index in range(layers)]
 
 
+def _blocks(pattern: str) -> list[str]:
+    """Nemotron-H's layers, as its pattern has them."""
+    names = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+    return [names[letter] for letter in pattern]
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
@@ -125,6 +131,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "num_local_experts": 72, "num_experts_per_tok": 10, "mamba_n_heads": 128,
         "mamba_d_head": 64, "mamba_d_state": 128, "position_embedding_type": "nope", "vocab_size": 100352,
         "max_position_embeddings": 131072, "layer_types": _types(40, "mamba", "attention", (5, 15, 25, 35)),
+    },
+    "nemotron-3-nano-30b-a3b": {
+        "model_type": "nemotron_h", "hidden_size": 2688, "intermediate_size": 1856, "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "num_hidden_layers": 52, "num_attention_heads": 32,
+        "num_key_value_heads": 2, "head_dim": 128, "n_routed_experts": 128, "num_experts_per_tok": 6,
+        "n_shared_experts": 1, "routed_scaling_factor": 2.5, "mamba_num_heads": 64, "mamba_head_dim": 64,
+        "ssm_state_size": 128, "n_groups": 8, "vocab_size": 131072, "max_position_embeddings": 262144,
+        "layers_block_type": _blocks("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
+    },
+    "kimi-linear-48b-a3b": {
+        "model_type": "kimi_linear", "hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024,
+        "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "num_local_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "q_lora_rank": None,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "routed_scaling_factor": 2.446, "linear_head_dim": 128, "linear_num_heads": 32, "vocab_size": 163840,
+        "max_position_embeddings": 1048576,
+        "layer_types": _types(27, "linear_attention", "full_attention", (3, 7, 11, 15, 19, 23, 26)),
     },
     "llama-4-scout": {
         "model_type": "llama4_text", "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,

@@ -9,6 +9,7 @@
 
 #include "attention/gated_delta.hpp"
 #include "attention/indexer.hpp"
+#include "attention/mamba1.hpp"
 #include "attention/mamba2.hpp"
 #include "attention/short_convolution.hpp"
 #include "bindings/arrays.hpp"
@@ -363,6 +364,47 @@ void def_indexer(nb::module_& m) {
           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
 }
 
+void init_mamba1(attention::Mamba1* self, const gemm::Linear& in, const gemm::Linear& proj, const gemm::Linear& dt,
+                 const gemm::Linear& out, const Input& taps, const std::optional<Vector>& taps_bias,
+                 const FloatMatrix& a_log, const FloatVector& d, bool has_wide_d, const HeldNorm& dt_norm,
+                 const HeldNorm& b_norm, const HeldNorm& c_norm) {
+  attention::Mamba1Config config;
+  config.in = &in;
+  config.proj = &proj;
+  config.dt = &dt;
+  config.out = &out;
+  config.taps_weight = taps.data();
+  config.taps_bias = taps_bias ? taps_bias->data() : nullptr;
+  config.taps = size_of(taps.shape(1), "taps");
+  config.a_log = a_log.data();
+  config.d = d.data();
+  config.has_wide_d = has_wide_d;
+  config.dt_norm = dt_norm.norm;
+  config.b_norm = b_norm.norm;
+  config.c_norm = c_norm.norm;
+  config.dtype = dtype_of(taps.dtype(), "taps");
+  const auto values = static_cast<size_t>(config.values());
+  if (a_log.shape(0) != values || a_log.shape(1) != static_cast<size_t>(config.state_size()) || d.shape(0) != values)
+    throw std::invalid_argument("mamba: a_log must be [" + std::to_string(values) + ", " +
+                                std::to_string(config.state_size()) + "], and d as long");
+  for (const HeldNorm* norm : {&dt_norm, &b_norm, &c_norm})
+    if (norm->weight.dtype() != taps.dtype()) throw std::invalid_argument("mamba: norms of another dtype than taps");
+  if (taps.shape(0) != values || (taps_bias && (taps_bias->shape(0) != values || taps_bias->dtype() != taps.dtype())))
+    throw std::invalid_argument("mamba: the convolution must be [" + std::to_string(values) +
+                                ", taps], and its bias as long and of its dtype");
+  new (self) attention::Mamba1(config);
+}
+
+void def_mamba1(nb::module_& m) {
+  nb::class_<attention::Mamba1, attention::DecoderAttention>(m, "Mamba1", "States of channels, as Mamba has them.")
+      .def("__init__", &init_mamba1, nb::kw_only(), nb::arg("in_proj"), nb::arg("x_proj"), nb::arg("dt_proj"),
+           nb::arg("out_proj"), nb::arg("taps"), nb::arg("taps_bias").none(), nb::arg("a_log"), nb::arg("d"),
+           nb::arg("has_wide_d"), nb::arg("dt_norm"), nb::arg("b_norm"), nb::arg("c_norm"), nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
+           nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 11>(),
+           nb::keep_alive<1, 12>(), nb::keep_alive<1, 13>());
+}
+
 void def_attention(nb::module_& m) {
   nb::class_<attention::DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
   nb::class_<attention::GroupedAttention, attention::DecoderAttention>(m, "GroupedAttention",
@@ -383,11 +425,12 @@ void def_attention(nb::module_& m) {
           nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
           nb::arg("window"), nb::arg("sinks").none(), nb::arg("gated"), nb::arg("neighbours") = false,
           nb::arg("norms_last") = false, nb::arg("value") = 0, nb::arg("value_scale") = 1.0f,
-          nb::arg("gate").none() = nb::none(), nb::arg("has_softplus") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(),
-          nb::keep_alive<1, 19>());
+          nb::arg("gate").none() = nb::none(), nb::arg("has_softplus") = false, nb::keep_alive<1, 2>(),
+          nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
+          nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 19>());
   def_gated_delta(m);
   def_short_convolution(m);
+  def_mamba1(m);
   def_mamba2(m);
   def_indexer(m);
   nb::class_<attention::LatentAttention, attention::DecoderAttention>(m, "LatentAttention",

@@ -84,6 +84,18 @@ struct StateSpace {
   float* out = nullptr;  // [values]
 };
 
+// A step of states that channels have of their own: S = exp(-exp(a_log) dt) S + dt x b; out = S c. What S is multiplied
+// with and out are rounded to dtype, all else is not.
+struct ChannelStates {
+  const float *x = nullptr, *dt = nullptr;  // [channels]
+  const float* a_log = nullptr;             // [channels, size]
+  const float *b = nullptr, *c = nullptr;   // [size]
+  float* state = nullptr;                   // [channels, size]
+  int channels = 0, size = 0;
+  DType dtype = DType::bf16;
+  float* out = nullptr;  // [channels]
+};
+
 // A token of a short convolution: out [channels] = the sum over i < taps of weight [-i] · newest [-i], and bias,
 // rounded; then silu of it, rounded.
 struct Convolution {
@@ -140,6 +152,7 @@ struct StepOps {
   void (*convolve_token)(const Convolution& token);
   void (*delta_rule)(const DeltaRule& rule);
   void (*state_space)(const StateSpace& task);
+  void (*channel_states)(const ChannelStates& task);
   // x [n] = exp(x - max(x)) / sum
   void (*softmax)(float* x, int n);
   void (*sigmoid)(float* x, int n);

@@ -271,6 +271,33 @@ static void state_space(const StateSpace& task) {
   });
 }
 
+static void channel_states(const ChannelStates& task) {
+  of_dtype(task.dtype, [&](auto*, auto to) {
+    const int n = task.size;
+    float* row = task.state;
+    const float* rate = task.a_log;
+    for (int v = 0; v < task.channels; ++v, row += n, rate += n) {
+      const float dt = task.dt[v], x = task.x[v];
+      Lanes sums = {};
+      int i = 0;
+      for (; i + kLanes <= n; i += kLanes) {
+        float part[kLanes];
+        for (int l = 0; l < kLanes; ++l) {
+          row[i + l] = row[i + l] * exp_of(-exp_of(rate[i + l]) * dt) + dt * task.b[i + l] * x;
+          part[l] = to.round(row[i + l]);
+        }
+        sums += lanes_of(part) * lanes_of(task.c + i);
+      }
+      float sum = sum_of(sums);
+      for (; i < n; ++i) {
+        row[i] = row[i] * exp_of(-exp_of(rate[i]) * dt) + dt * task.b[i] * x;
+        sum += to.round(row[i]) * task.c[i];
+      }
+      task.out[v] = to.round(sum);
+    }
+  });
+}
+
 static void softmax(float* x, int n) {
   const float most = greatest(x, n);
   for (int i = 0; i < n; ++i) x[i] = exp_of(x[i] - most);
@@ -401,6 +428,7 @@ constexpr StepOps kStepOps = {round_all,
                               convolve_token,
                               delta_rule,
                               state_space,
+                              channel_states,
                               softmax,
                               sigmoid_all,
                               times_rows,

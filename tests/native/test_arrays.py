@@ -148,6 +148,16 @@ def mamba() -> dict[str, Any]:
             "head_size": 16, "state_size": 8}  # fmt: skip
 
 
+def mamba1() -> dict[str, Any]:
+    """16 channels with states of 8; a convolution over 4 tokens."""
+    norms = {
+        f"{name}_norm": _native.Norm(torch.ones(size), 1e-6) for name, size in (("dt", 4), ("b", 8), ("c", 8))
+    }
+    return {"in_proj": linear(32, 64), "x_proj": linear(4 + 16, 16), "dt_proj": linear(16, 4),
+            "out_proj": linear(64, 16), "taps": torch.zeros(16, 4), "taps_bias": torch.zeros(16),
+            "a_log": torch.zeros(16, 8), "d": torch.zeros(16), "has_wide_d": True, **norms}  # fmt: skip
+
+
 def latent() -> dict[str, Any]:
     q, kv, o = linear(4 * 24, 64), linear(32 + 8, 64), linear(64, 4 * 12)
     norm = _native.Norm(torch.ones(32), 1e-6)
@@ -335,6 +345,7 @@ CASES: dict[str, Case] = {
     "GroupedAttention.__init__": lambda: (_native.GroupedAttention, with_sinks()),
     "GatedDelta.__init__": lambda: (_native.GatedDelta, delta()),
     "ShortConvolution.__init__": lambda: (_native.ShortConvolution, convolution()),
+    "Mamba1.__init__": lambda: (_native.Mamba1, mamba1()),
     "Mamba2.__init__": lambda: (_native.Mamba2, mamba()),
     "LatentAttention.__init__": lambda: (_native.LatentAttention, latent()),
     "Mixture.__init__": lambda: (_native.Mixture, mixture()),

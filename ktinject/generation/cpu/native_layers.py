@@ -40,7 +40,7 @@ _ATTENTION = ("sdpa", "eager")
 # What the module that owns a model's layers calls its embeddings, rotary embedding and last norm.
 _EMBEDDINGS = ("embed_tokens", "embeddings")
 _ROTARIES = ("rotary_emb", "pos_emb")
-_LAST_NORMS = ("norm", "embedding_norm", "norm_f")
+_LAST_NORMS = ("norm", "embedding_norm", "norm_f", "final_layernorm")
 
 
 class NativeLayers:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.generation.cpu.native_parts import UnknownLayer, linear, wide
+from ktinject.generation import layer_spec
+from ktinject.generation.cpu.native_parts import UnknownLayer, known, linear, norm, wide
 from ktinject.generation.layer_spec import StateSpec
-from ktinject.generation.recurrent_spec import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec
+from ktinject.generation.recurrent_spec import GatedDeltaSpec, KimiDeltaSpec, Mamba1Spec, Mamba2Spec
 
 
 def state_twin(spec: StateSpec, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> Any:
@@ -19,6 +20,8 @@ def state_twin(spec: StateSpec, module: Any, dtype: torch.dtype, copies: list[tu
         return _delta(spec, module, dtype, copies)
     if isinstance(spec, KimiDeltaSpec):
         return _kimi_delta(spec, module, dtype, copies)
+    if isinstance(spec, Mamba1Spec):
+        return _mamba1(module, dtype, copies)
     if isinstance(spec, Mamba2Spec):
         return _mamba2(spec, module, dtype, copies)
     return _convolution(module, dtype)
@@ -95,17 +98,44 @@ def _convolution(module: Any, dtype: torch.dtype) -> Any:
     )
 
 
+def _bias(module: Any, dtype: torch.dtype) -> Tensor | None:
+    """That of a mixer's convolution, [channels]."""
+    bias = module.conv1d.bias
+    if bias is not None and (bias.dtype != dtype or not bias.is_contiguous()):
+        raise UnknownLayer(f"a tensor of its conv1d is {bias.dtype} or not contiguous")
+    return None if bias is None else bias.detach()
+
+
+def _mamba1(module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> Any:
+    """Mamba with norms of dt, B and C."""
+
+    def norm_at(name: str) -> Any:
+        child = module.get_submodule(name)
+        return norm(known(layer_spec.of_norm(child)), child, dtype)
+
+    return _native.Mamba1(
+        **{name: linear(module, name) for name in ("in_proj", "x_proj", "dt_proj", "out_proj")},
+        taps=_taps(module.conv1d, "conv1d", dtype),
+        taps_bias=_bias(module, dtype),
+        a_log=wide(module.A_log, copies),
+        d=wide(module.D, copies),
+        has_wide_d=module.D.dtype == torch.float32,
+        dt_norm=norm_at("dt_layernorm"),
+        b_norm=norm_at("b_layernorm"),
+        c_norm=norm_at("c_layernorm"),
+    )
+
+
 def _mamba2(spec: Mamba2Spec, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> Any:
     """Mamba-2."""
-    bias, weight = module.conv1d.bias, module.norm.weight.detach()
-    for name, tensor in (("conv1d", bias), ("norm", weight)):
-        if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
-            raise UnknownLayer(f"a tensor of its {name} is {tensor.dtype} or not contiguous")
+    weight = module.norm.weight.detach()
+    if weight.dtype != dtype or not weight.is_contiguous():
+        raise UnknownLayer(f"a tensor of its norm is {weight.dtype} or not contiguous")
     return _native.Mamba2(
         in_proj=linear(module, "in_proj"),
         out_proj=linear(module, "out_proj"),
         taps=_taps(module.conv1d, "conv1d", dtype),
-        taps_bias=None if bias is None else bias.detach(),
+        taps_bias=_bias(module, dtype),
         a_log=wide(module.A_log, copies),
         dt_bias=wide(module.dt_bias, copies),
         d=wide(module.D, copies),

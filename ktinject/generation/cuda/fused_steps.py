@@ -28,7 +28,7 @@ from ktinject.generation.layer_spec import (
     PartSpec,
     RotationSpec,
 )
-from ktinject.generation.recurrent_spec import KimiDeltaSpec, Mamba2Spec, ShortConvolutionSpec
+from ktinject.generation.recurrent_spec import KimiDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvolutionSpec
 from ktinject.hf import compat
 
 
@@ -136,7 +136,7 @@ class LayerStep:
         attention, unit = spec.attention, spec.feed_forward
         if attention is None or unit is None or spec.input_norm is None or spec.post_attention_norm is None:
             return None
-        if isinstance(attention, (KimiDeltaSpec, Mamba2Spec, ShortConvolutionSpec)):
+        if isinstance(attention, (KimiDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvolutionSpec)):
             return None  # it has a step of its own, or none
         if spec.residual != 1.0 or not unit.path or spec.attention_behind or spec.feed_forward_behind:
             return None

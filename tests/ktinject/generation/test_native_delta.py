@@ -138,7 +138,7 @@ class TestSpecs:
         assert "its norm no variance_epsilon" in recurrent_spec.of_linear_attention(attention).reason
 
     def test_other_families_say_why(self) -> None:
-        model = tiny("jamba").bfloat16()
+        model = tiny("zaya").bfloat16()
         ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
         model.generate(**prompt(1, padding=0))
         assert model.ktinject_decoding.last == "eager loop" and model.ktinject_decoding.reason

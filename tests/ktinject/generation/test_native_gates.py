@@ -184,10 +184,10 @@ class TestSpecs:
     def test_factors_of_a_block(self) -> None:
         routed, shared = (torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
         for a, b in ((1.0, 1.0), (2.5, 1.0), (1.0, 0.5), (0.3, 1.7)):
-            assert layer_probes._factors(b * (a * routed + shared), routed, shared) == pytest.approx((a, b))
-            assert layer_probes._factors(a * routed, routed, torch.zeros(1, 3, 8)) == pytest.approx((a, 1.0))
-        assert layer_probes._factors(routed + shared.abs(), routed, shared) is None
-        assert layer_probes._factors(-routed, routed, torch.zeros(1, 3, 8)) is None
+            assert router_probes._factors(b * (a * routed + shared), routed, shared) == pytest.approx((a, b))
+            assert router_probes._factors(a * routed, routed, torch.zeros(1, 3, 8)) == pytest.approx((a, 1.0))
+        assert router_probes._factors(routed + shared.abs(), routed, shared) is None
+        assert router_probes._factors(-routed, routed, torch.zeros(1, 3, 8)) is None
 
 
 def derived(module: Any, forward: Any) -> None:

@@ -39,6 +39,9 @@ FAMILIES = {
         "norm",
         _MAMBA,
     ),
+    "jamba": Family(
+        {}, "mamba", "conv1d", ("conv1d.weight", "conv1d.bias", "A_log", "D", "b_layernorm.weight")
+    ),
     "kimi_linear": Family(
         {"layer_types": ["linear_attention", "full_attention"]},
         "self_attn",

@@ -147,6 +147,7 @@ NEWER: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("flex_olmo", {}),
+    ("jamba", {}),
     ("minimax_m2", {}),
 ]
 NATIVE: list[tuple[str, dict[str, Any]]] = [
@@ -207,7 +208,7 @@ def test_a_step_of_several_tokens_leaves_what_single_steps_leave(family: str, co
 STATES = [
     case
     for case in NATIVE
-    if case[0] in ("qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid", "kimi_linear", "nemotron_h")
+    if case[0] in ("qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid", "jamba", "kimi_linear", "nemotron_h")
 ]
 
 
