@@ -23,7 +23,7 @@ from ktinject import _native
 from ktinject.generation import loop
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import LayerKind, tensors_of
-from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers
+from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers, Rotations
 from ktinject.generation.cpu.native_parts import UnknownLayer
 from ktinject.generation.masks import Masks
 from ktinject.operators.offload import submits
@@ -103,7 +103,7 @@ class NativeDecoder:
         if self.is_proven:
             layers = self._layers
             x = layers.embedded(ids)
-            out = self._run(call, x[:, 0], layers.rotation(x, positions), 0, len(layers), layers.norm)
+            out = self._run(call, x[:, 0], layers.rotations(x, positions), 0, len(layers), layers.norm)
             return layers.logits(model, out)
         model = self._comparing(model, call) if self.support else model
         return loop.logits_of(model, ids, self._layers.masks.of(cache, model), positions, cache)[:, -1]
@@ -122,20 +122,16 @@ class NativeDecoder:
         assert model is not None and self.is_proven
         layers = self._layers
         x = layers.embedded(ids)
-        cos, sin = layers.turned(layers.rotation(x, positions), 0)
-        out = torch.empty_like(x[0])
-        layers.decoder.forward(
-            x=x[0],
-            cos=cos,
-            sin=sin,
+        out = self._through(
+            x[0],
+            layers.rotations(x, positions),
+            0,
+            (0, len(layers)),
+            layers.norm,
             mask=mask.expand(ids.shape[1], -1),
             position=length,
             cache=self._cache_of(cache),
-            first=0,
-            last=len(layers),
-            final_norm=layers.norm,
             consecutive=True,
-            out=out,
         )
         return layers.logits(model, out), out
 
@@ -164,30 +160,37 @@ class NativeDecoder:
                 copy.copy_(source)
 
     def _run(
-        self,
-        call: _Call,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
-        first: int,
-        last: int,
-        norm: Any = None,
+        self, call: _Call, x: Tensor, rotations: Rotations, first: int, last: int, norm: Any = None
     ) -> Tensor:
         """x [b, hidden] through layers first to last - 1."""
-        cos, sin = self._layers.turned(rotation, (slice(None), 0))
-        out = torch.empty_like(x)
-        self._layers.decoder.forward(
-            x=x,
-            cos=cos,
-            sin=sin,
+        return self._through(
+            x,
+            rotations,
+            (slice(None), 0),
+            (first, last),
+            norm,
             mask=call.mask[:, 0, 0],
             position=call.cache_position,
             cache=self._cache_of(call.cache),
-            first=first,
-            last=last,
-            final_norm=norm,
             live=submits.live_rows(x),
-            out=out,
         )
+
+    def _through(
+        self, x: Tensor, rotations: Rotations, row: Any, part: tuple[int, int], norm: Any, **step: Any
+    ) -> Tensor:
+        """x through a part of the layers, from which to which, and through a norm behind them.
+
+        row   of the rotations' tables
+        step  what else `_native.Decoder.forward` takes
+        """
+        out = torch.empty_like(x)
+        for first, last, which in self._layers.stretches(*part):
+            cos, sin = self._layers.turned(rotations, which, row)
+            final = norm if last == part[1] else None
+            self._layers.decoder.forward(
+                x=x, cos=cos, sin=sin, first=first, last=last, final_norm=final, out=out, **step
+            )
+            x = out
         return out
 
     def _cache_of(self, cache: KVBucket) -> Any:
@@ -203,7 +206,7 @@ class NativeDecoder:
         """A twin of the model that computes the same; what each layer makes of its input is compared with ours."""
         layers = self._layers
         expected = layers.embedded(call.ids)
-        rotation = layers.rotation(expected, call.positions)
+        rotations = layers.rotations(expected, call.positions)
         before: dict[int, list[Tensor]] = {}  # the states of layers that have one
 
         def before_layer(index: int, *_: Any) -> None:
@@ -216,7 +219,7 @@ class NativeDecoder:
             given = kwargs.get("position_embeddings")
             if not torch.equal(x, expected):
                 raise UnknownLayer("it is given something else than the layer before it gave")
-            if not _are_equal(given, rotation):
+            if not _are_equal(given, rotations[layers.turns[index]]):
                 raise UnknownLayer("it is given another rotation than the model's own")
             expected = output[0] if isinstance(output, tuple) else output
             if index in self._unproven:
@@ -224,7 +227,7 @@ class NativeDecoder:
                 kept = call.kept(index, kind)
                 if kind.is_state:
                     call.put_back(index, before[index])
-                ours = self._run(call, x[:, 0], rotation, index, index + 1)
+                ours = self._run(call, x[:, 0], rotations, index, index + 1)
                 agreement = _agreement(ours, expected[:, 0], x[:, 0])
                 for a, b in zip(call.kept(index, kind), kept):
                     agreement = agreement and _agreement(a, b, torch.zeros_like(b))
@@ -234,7 +237,7 @@ class NativeDecoder:
 
         def after_norm(args: Any, kwargs: Any, output: Any) -> None:
             nonlocal expected
-            ours = self._run(call, expected[:, 0], rotation, len(layers), len(layers), layers.norm)
+            ours = self._run(call, expected[:, 0], rotations, len(layers), len(layers), layers.norm)
             expected = output.last_hidden_state
             agreement = _agreement(ours, expected[:, 0], torch.zeros_like(ours))
             if not agreement:

@@ -6,6 +6,8 @@ the CPU.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,10 +42,15 @@ _ROTARIES = ("rotary_emb", "pos_emb")
 _LAST_NORMS = ("norm", "embedding_norm", "norm_f", "final_layernorm")
 
 
+# By the names of layers' types where these have rotations of their own; None: the model turns nothing.
+Rotations = dict[str | None, tuple[Tensor, Tensor] | None]
+
+
 class NativeLayers:
     """What a model is made of, and its native twin.
 
     masks    how the model is given the masks of a step
+    turns    of each layer, the name of its rotation
     copies   what the twin does not read where the model has it: its own, and the model's
     """
 
@@ -85,30 +92,53 @@ class NativeLayers:
         self._read_as = native_ends.read_as(model, self.path, embed, self.embed.num_embeddings)
         self._embedding_scale = native_ends.embedding_scale(self.module, embed)
         self._logits_scale = native_ends.logits_scale(model)
-        self._frequencies = getattr(self.rotary, "inv_freq", torch.empty(0)).shape[-1]
+        self.turns = self._turns(model)
         self._axes = 0
         try:
             self._find_axes(weight[:1, None])
-        except TypeError as error:  # some have angles for each kind of layer
+        except (TypeError, AttributeError) as error:
             name = type(self.rotary).__name__
             raise UnknownLayer(f"its {name} is called in another way: {error}") from None
+
+    def _turns(self, model: Any) -> list[str | None]:
+        """Of each layer, which of the rotary embedding's rotations it gets; None where there is one for all."""
+        taken = {} if self.rotary is None else inspect.signature(type(self.rotary).forward).parameters
+        if "layer_type" not in taken:
+            return [None] * len(self.layers)
+        types = getattr(model.config.get_text_config(), "layer_types", None) or []
+        if len(types) != len(self.layers):
+            raise UnknownLayer(
+                f"its config has {len(types)} layer_types, the model {len(self.layers)} layers"
+            )
+        return list(types)
 
     def _find_axes(self, x: Tensor) -> None:
         """How the rotary embedding takes positions: that of text and images needs three in some versions."""
         try:
-            self.rotation(x, torch.zeros(1, 1, dtype=torch.int64))
+            self.rotations(x, torch.zeros(1, 1, dtype=torch.int64))
         except IndexError:
             self._axes = 3
-            self.rotation(x, torch.zeros(1, 1, dtype=torch.int64))
+            self.rotations(x, torch.zeros(1, 1, dtype=torch.int64))
 
-    def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of positions [b, 1], as the model gives them to its layers; None if it turns nothing."""
+    def rotations(self, x: Tensor, positions: Tensor) -> Rotations:
+        """cos and sin of positions [b, 1], as the model gives them to its layers."""
         if self.rotary is None:
-            return None
+            return {None: None}
         if self._axes:
             positions = positions.expand(self._axes, *positions.shape)
-        found: tuple[Tensor, Tensor] = self.rotary(x, positions)
-        return found
+        return {
+            which: self.rotary(x, positions) if which is None else self.rotary(x, positions, which)
+            for which in dict.fromkeys(self.turns)
+        }
+
+    def stretches(self, first: int, last: int) -> Iterator[tuple[int, int, str | None]]:
+        """Layers first to last - 1, cut where they get another rotation: from which to which, and its name."""
+        begin = first
+        for index in range(first + 1, last):
+            if self.turns[index] != self.turns[begin]:
+                yield begin, index, self.turns[begin]
+                begin = index
+        yield begin, last, self.turns[min(begin, len(self) - 1)]
 
     def embedded(self, ids: Tensor) -> Tensor:
         """[b, 1] ids → [b, 1, hidden], as the model's first layer gets them."""
@@ -123,12 +153,18 @@ class NativeLayers:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def turned(self, rotation: tuple[Tensor, Tensor] | None, row: Any) -> tuple[Tensor | None, Tensor | None]:
+    def turned(
+        self, rotations: Rotations, which: str | None, row: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
         """cos and sin [b, n] of a token or a row, twice side by side also where the model gives each of them once."""
+        rotation = rotations[which]
         if rotation is None:
             return None, None
         cos, sin = (part[row] for part in rotation)
-        if cos.shape[-1] == self._frequencies:
+        frequencies = getattr(
+            self.rotary, "inv_freq" if which is None else f"{which}_inv_freq", torch.empty(0)
+        )
+        if cos.shape[-1] == frequencies.shape[-1]:
             cos, sin = (torch.cat([part, part], dim=-1) for part in (cos, sin))
         return cos.contiguous(), sin.contiguous()
 
