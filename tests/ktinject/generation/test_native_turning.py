@@ -1,5 +1,5 @@
-"""Native decode steps of Hunyuan-A13B and ERNIE-4.5: norms behind the rotation, pairs that are neighbours, tables in
-fp32, routers that hold more than a weight or that nothing packs."""
+"""Native decode steps of Hunyuan-A13B, ERNIE-4.5 and Mellum: norms behind the rotation, pairs that are neighbours,
+tables in fp32, routers that hold more than a weight or that nothing packs, and rotations by layers' types."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from test_native_decoder import (
     assert_same_but_for_roundings,
     assert_same_tokens,
     doubled,
+    logits_of,
     swapped,
     varied,
 )
@@ -24,6 +25,8 @@ from transformers import PreTrainedModel
 import ktinject
 from ktinject.generation import feed_forward_spec, layer_spec
 from ktinject.generation.cpu.native_decoder import NativeDecoder
+from ktinject.generation.cpu.native_layers import NativeLayers
+from ktinject.generation.cpu.native_parts import UnknownLayer
 from ktinject.generation.feed_forward_spec import MoeSpec
 from ktinject.generation.layer_probes import Turning
 from ktinject.generation.layer_spec import GroupedAttentionSpec
@@ -35,21 +38,29 @@ torch.set_num_threads(1)
 SURE = {
     "ernie4_5_moe": {"moe_k": 6, "num_experts_per_tok": 6},
     "hunyuan_v1_moe": {"moe_topk": 6},
+    "mellum": {
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 6,
+    },
 }
 FAMILIES = [name for name in SURE if name in AVAILABLE]
 SCALED = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+PLAIN = {"rope_type": "default", "rope_theta": 3e3}
 CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in FAMILIES]
 CASES += [
     ("ernie4_5_moe", {"use_bias": True}),
     ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
     ("ernie4_5_moe", {"moe_layer_start_index": 0, "rope_parameters": SCALED}),
     ("hunyuan_v1_moe", {"attention_bias": True, "rope_parameters": SCALED}),
+    ("mellum", {"rope_parameters": {"full_attention": SCALED, "sliding_attention": PLAIN}}),
 ]
 
 
 def with_wide_routers(model: PreTrainedModel) -> PreTrainedModel:
-    """As from_pretrained leaves what a family keeps in fp32."""
-    for path, module in model.named_modules():
+    """As from_pretrained leaves what a family keeps in fp32; Mellum keeps nothing."""
+    for path, module in model.named_modules() if model.config.model_type != "mellum" else ():
         if path.endswith((".gate", ".gate.wg", ".moe_statics")):
             module.float()
     return model
@@ -93,6 +104,7 @@ def test_tokens_are_the_stock_loop_s(family: str, case: dict[str, Any]) -> None:
 READ = {
     "hunyuan_v1_moe": ["self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight", "mlp.gate.wg.weight"],
     "ernie4_5_moe": ["mlp.gate.weight", "mlp.gate.moe_statics.e_score_correction_bias"],
+    "mellum": ["self_attn.k_norm.weight"],
 }  # fmt: skip
 
 
@@ -187,3 +199,28 @@ class TestRefusals:
         derived(block.gate, forward)
         found = feed_forward_spec.of_moe(block)
         assert isinstance(found, Support) and "chooses in another way" in found.reason
+
+
+@pytest.mark.skipif("mellum" not in AVAILABLE, reason="transformers has no mellum")
+class TestRotationsByTypes:
+    def test_a_step_is_cut_where_layers_get_another_rotation(self) -> None:
+        model, _ = made("mellum")
+        layers = NativeLayers(model)
+        sliding, full = "sliding_attention", "full_attention"
+        assert layers.turns == [sliding, full, full, sliding]
+        assert [*layers.stretches(0, 4)] == [(0, 1, sliding), (1, 3, full), (3, 4, sliding)]
+        assert [*layers.stretches(2, 3)] == [(2, 3, full)] and [*layers.stretches(4, 4)] == [(4, 4, sliding)]
+
+    def test_layers_that_get_another_type_s_rotation_keep_their_steps(self) -> None:
+        model, _ = made("mellum")
+        native = NativeDecoder(model)
+        native._layers.turns[1] = "sliding_attention"
+        logits_of(model, native)
+        assert native.support.reason == "layer 1: it is given another rotation than the model's own"
+
+    def test_types_that_are_missing(self) -> None:
+        model, _ = made("mellum")
+        layers = NativeLayers(model)
+        model.config.layer_types = model.config.layer_types[:3]
+        with pytest.raises(UnknownLayer, match="its config has 3 layer_types, the model 4 layers"):
+            layers._turns(model)

@@ -148,6 +148,7 @@ NEWER: list[tuple[str, dict[str, Any]]] = [
     ),
     ("flex_olmo", {}),
     ("jamba", {}),
+    ("mellum", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
     ("minimax_m2", {}),
 ]
 NATIVE: list[tuple[str, dict[str, Any]]] = [
