@@ -32,7 +32,11 @@ def build(shape: str, weights: str, most: int) -> _native.Experts:
     )  # fmt: skip
     experts.allocate()
     _native.allow_workspace(experts.workspace_bytes(most, TOP_K))
-    for projection, (n, k) in {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items():
+    for projection, (n, k) in {
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+    }.items():
         experts.load(projection, 0, (torch.randn(n, k) / math.sqrt(k)).bfloat16())
     experts.repeat(0)
     return experts
@@ -61,7 +65,9 @@ def measure(
     left_in, ratios = [], []
     begun = time.perf_counter()
     while len(ratios) < 3 or time.perf_counter() - begun < seconds:
-        pair = {outliers: taken(outliers) for outliers in ((True, False) if len(ratios) % 2 else (False, True))}
+        pair = {
+            outliers: taken(outliers) for outliers in ((True, False) if len(ratios) % 2 else (False, True))
+        }
         left_in.append(pair[False])
         ratios.append(pair[True] / pair[False])
     _native.take_outliers(True)

@@ -177,9 +177,8 @@ def to_int8(x: Tensor) -> Tensor:
 def outliers(x: Tensor) -> Tensor:
     """The values of each row that are multiplied apart from its int8 values, as booleans.
 
-    Those above a limit, at first the row's largest magnitude. Halving it i times, for i from 1 on, is worth no more than
-    2^i further outliers; where there are not more, it is halved, and so on from there, 10 times in all. At most 16 are
-    chosen, and one of 16 values.
+    Those above a limit, at first the row's largest magnitude. It is halved i times, for i from 1 on, where that adds no
+    more than 2^i outliers, and so on from there, 10 times in all. At most 16 are chosen, and one of 16 values.
     """
     magnitude = x.float().abs()
     most = magnitude.amax(-1, keepdim=True)

@@ -16,6 +16,7 @@ OutlierRows::OutlierRows(const Matrix& matrix, const PackedActivations& rows) : 
   for (int row = 0; row < rows.m && !any; ++row) any = outliers[row].count > 0;
   if (!any) return;
   format = matrix.format;
+  panel_bytes = matrix.panel_bytes();
   codes_at = matrix.head_bytes();
   zeros_at = format == Format::int8 || matrix.symmetric ? 0 : int4_zeros_at(matrix.groups());
   group_shift = format == Format::int8 ? 0 : std::countr_zero(static_cast<unsigned>(matrix.group_size));

@@ -20,9 +20,10 @@ struct OutlierRows {
 
   bool any = false;  // what follows is only set where there are outliers
 
-  // Of a panel: where its codes begin and, of int4, its zero points (0: none); groups are of 2^group_shift inputs.
+  // Of a panel: its bytes, where its codes begin and, of int4, its zero points (0: none); groups are of 2^group_shift
+  // inputs.
   Format format;
-  size_t codes_at, zeros_at;
+  size_t panel_bytes, codes_at, zeros_at;
   int group_shift;
 
   const Outliers* outliers;                             // [m]

@@ -188,18 +188,22 @@ static inline Lanes load_lanes(const void* from) {
 }
 
 // A panel's weights of input k for outputs `first` ...: as many as a Vector has, so that few registers are needed.
+// Where k was cut into slices, they left the caches long ago: those of the next panel are asked for.
 template <Format format>
 static inline Vector weights_of(const OutlierRows& rows, const std::byte* panel, u32 k, int first) {
   // Inputs that share the lanes of 32 bits of a row.
   constexpr u32 kTogether = format == Format::int8 ? 4 : 8;
   const u32 shift = k % 4 * 8 + k % kTogether / 4 * 4;
-  const auto lanes = load_lanes<Integers>(
-      panel + rows.codes_at + weight_at(format, first, static_cast<int>(k & 0xffff & ~(kTogether - 1))).byte);
+  const std::byte* codes =
+      panel + rows.codes_at + weight_at(format, first, static_cast<int>(k & 0xffff & ~(kTogether - 1))).byte;
+  const auto lanes = load_lanes<Integers>(codes);
+  if (first % kTile == 0) __builtin_prefetch(codes + rows.panel_bytes);
   if constexpr (format == Format::int8) {
     const Integers q = (lanes << static_cast<int>(24 - shift)) >> 24;
     return __builtin_convertvector(q, Vector) * load_lanes<Vector>(panel + static_cast<size_t>(first) * sizeof(float));
   } else {
     const size_t group = static_cast<size_t>(k >> rows.group_shift) * kPanel + static_cast<size_t>(first);
+    if (first == 0) __builtin_prefetch(panel + rows.panel_bytes + kInt4ScalesAt + group * sizeof(u16));
     const Integers zero = rows.zeros_at == 0 ? Integers{} + 8 : widen_bytes(panel + rows.zeros_at + group);
     const Integers scale = widen_halves(panel + kInt4ScalesAt + group * sizeof(u16)) << 16;
     return __builtin_convertvector(((lanes >> static_cast<int>(shift)) & 15) - zero, Vector) * (Vector)scale;
