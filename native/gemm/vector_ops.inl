@@ -2,9 +2,11 @@
 // of the standard library: it would be compiled for that target and could be the copy the linker keeps for everybody.
 
 //
-// `Vector` is what a register of the level holds; `lesser` and `greater` are its minimum and maximum. The loops that
-// choose the scales of int4 groups are written with it: their sums must come out the same at every level, and compilers
-// leave such loops scalar.
+// `Vector` is what a register of the level holds, `Integers` the same of int32; `lesser` and `greater` are its minimum
+// and maximum, `fused(a, b, c)` is a * b + c with one rounding where the level has that, `widen_bytes` and
+// `widen_halves` read as many unsigned integers of 8 and 16 bits. The loops that choose the scales of int4 groups are
+// written with it: their sums must come out the same at every level, and compilers leave such loops scalar. So are
+// those that add outliers.
 
 #include "gemm/values.inl"
 

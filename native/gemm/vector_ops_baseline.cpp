@@ -14,7 +14,9 @@ static inline Vector lesser(Vector a, Vector b) { return _mm_min_ps(a, b); }
 static inline Vector greater(Vector a, Vector b) { return _mm_max_ps(a, b); }
 static inline Vector fused(float a, Vector b, Vector c) { return a * b + c; }
 static inline Integers widen_bytes(const void* x) {
-  const __m128i halves = _mm_unpacklo_epi8(_mm_loadu_si32(x), _mm_setzero_si128());
+  int bytes;
+  __builtin_memcpy(&bytes, x, sizeof bytes);
+  const __m128i halves = _mm_unpacklo_epi8(_mm_cvtsi32_si128(bytes), _mm_setzero_si128());
   return (Integers)_mm_unpacklo_epi16(halves, _mm_setzero_si128());
 }
 static inline Integers widen_halves(const void* x) {
