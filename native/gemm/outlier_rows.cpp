@@ -24,7 +24,9 @@ OutlierRows::OutlierRows(const Matrix& matrix, const PackedActivations& rows) : 
   int found = 0;
   for (int row = 0; row < rows.m; ++row) {
     before[row] = static_cast<uint16_t>(found);
-    if (!share(outliers[row], values + row * shared)) apart[found++] = static_cast<uint16_t>(row);
+    if (share(outliers[row], values + row * shared)) continue;
+    find_places(outliers[row], places + found * Outliers::kMost);
+    apart[found++] = static_cast<uint16_t>(row);
   }
   before[rows.m] = static_cast<uint16_t>(found);
 }
@@ -59,6 +61,13 @@ bool OutlierRows::share(const Outliers& row, float* to) const {
   if (i == row.count) return true;
   std::fill_n(to, shared, 0.0f);
   return false;
+}
+
+void OutlierRows::find_places(const Outliers& row, uint8_t* to) const {
+  for (int i = 0, s = 0; i < row.count; ++i) {
+    while (s < shared && channel[s] < row.at[i]) ++s;
+    to[i] = static_cast<uint8_t>(s < shared && channel[s] == row.at[i] ? s : shared);
+  }
 }
 
 }  // namespace ktinject::gemm

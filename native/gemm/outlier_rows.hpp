@@ -32,12 +32,14 @@ struct OutlierRows {
   alignas(64) float values[kMost * Outliers::kMost];    // [m, shared]; zeros of rows apart
   uint16_t before[kMost + 1];                           // rows apart before a row
   uint16_t apart[kMost];                                // rows
+  uint8_t places[kMost * Outliers::kMost];              // [rows apart, 16]: outliers' in channel; shared: in none
   const std::byte* panel = nullptr;                     // whose weights of the shared channels are
   alignas(64) float columns[Outliers::kMost * kPanel];  // [shared, 32]
 
  private:
   void find_shared(int m);
   bool share(const Outliers& row, float* to) const;
+  void find_places(const Outliers& row, uint8_t* to) const;
 };
 
 }  // namespace ktinject::gemm

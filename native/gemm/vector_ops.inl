@@ -212,6 +212,16 @@ static inline Vector weights_of(const OutlierRows& rows, const std::byte* panel,
   }
 }
 
+// out [32] = a panel's weights of input k.
+template <Format format>
+static inline void read_column(const OutlierRows& rows, const std::byte* panel, u32 k, float* out) {
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) {
+    const Vector weights = weights_of<format>(rows, panel, k, v * kWide);
+    __builtin_memcpy(out + v * kWide, &weights, sizeof weights);
+  }
+}
+
 // c [count, 32] += values [count, channels] times weights(channel, v), a Vector of them. The sums stay in registers.
 template <int count, class Weights>
 static inline void add_products(int channels, const float* values, float* c, Weights&& weights) {
@@ -240,11 +250,7 @@ static void add_outliers_of(OutlierRows& rows, const std::byte* panel, int first
   if (shared > 0) {
     if (rows.panel != panel) {
       rows.panel = panel;
-      for (int i = 0; i < shared; ++i)
-        for (int v = 0; v < kVectors; ++v) {
-          const Vector weights = weights_of<format>(rows, panel, rows.channel[i], v * kWide);
-          __builtin_memcpy(rows.columns + i * kPanel + v * kWide, &weights, sizeof weights);
-        }
+      for (int i = 0; i < shared; ++i) read_column<format>(rows, panel, rows.channel[i], rows.columns + i * kPanel);
     }
     const auto column = [&](int i, int v) { return load_lanes<Vector>(rows.columns + i * kPanel + v * kWide); };
     const float* values = rows.values + first * shared;
@@ -253,10 +259,17 @@ static void add_outliers_of(OutlierRows& rows, const std::byte* panel, int first
       add_products<kRows>(shared, values + row * shared, c + row * kPanel, column);
     for (; row < count; ++row) add_products<1>(shared, values + row * shared, c + row * kPanel, column);
   }
+  alignas(64) float own[Outliers::kMost * kPanel];
   for (int i = rows.before[first]; i < rows.before[first + count]; ++i) {
     const Outliers& of = rows.outliers[rows.apart[i]];
+    const float* columns[Outliers::kMost];
+    for (int j = 0; j < of.count; ++j) {
+      const int place = rows.places[i * Outliers::kMost + j];
+      columns[j] = place < shared ? rows.columns + place * kPanel : own + j * kPanel;
+      if (place == shared) read_column<format>(rows, panel, of.at[j], own + j * kPanel);
+    }
     add_products<1>(of.count, of.value, c + (rows.apart[i] - first) * kPanel,
-                    [&](int j, int v) { return weights_of<format>(rows, panel, of.at[j], v * kWide); });
+                    [&](int j, int v) { return load_lanes<Vector>(columns[j] + v * kWide); });
   }
 }
 
