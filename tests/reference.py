@@ -60,11 +60,14 @@ K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "q8_0")
 
 
 def relative_error(found: Tensor, want: Tensor) -> float:
-    """‖found - want‖ / ‖want‖ in fp64; 0 for two zeros."""
+    """‖found - want‖ / ‖want‖ in fp64; 0 for two zeros.
+
+    Beside a zero, 1e-30 stands for ‖want‖: the kernels' exp ends at e^-87, where that of fp64 goes on to 0.
+    """
     found, want = found.double(), want.double()
     assert found.shape == want.shape, f"expected shape {list(want.shape)}, found {list(found.shape)}"
     difference = (found - want).norm().item()
-    return difference / want.norm().item() if difference else 0.0
+    return difference / (want.norm().item() or 1e-30) if difference else 0.0
 
 
 def weights_of(spec: ExpertsSpec, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -174,15 +177,19 @@ def to_int8(x: Tensor) -> Tensor:
 def outliers(x: Tensor) -> Tensor:
     """The values of each row that are multiplied apart from its int8 values, as booleans.
 
-    Those above the row's largest magnitude / 2^i, for the largest i up to 10 for which they are fewer than 2^i, and at
-    most 16 and one of 16 values.
+    Those above a limit, at first the row's largest magnitude. It is halved i times, for i from 1 on, where that adds no
+    more than 2^i outliers, and so on from there, 10 times in all. At most 16 are chosen, and one of 16 values.
     """
     magnitude = x.float().abs()
     most = magnitude.amax(-1, keepdim=True)
     chosen = torch.zeros_like(magnitude, dtype=torch.bool)
+    count, halved = (torch.zeros_like(most, dtype=torch.int64) for _ in range(2))
     for i in range(1, 11):
         above = magnitude > most / 2**i
-        chosen = above.where(above.sum(-1, keepdim=True) <= min(2**i - 1, 16, x.shape[-1] // 16), chosen)
+        found = above.sum(-1, keepdim=True)
+        taken = (found <= min(16, x.shape[-1] // 16)) & (found <= count + 2 ** (i - halved))
+        chosen, count = above.where(taken, chosen), found.where(taken, count)
+        halved[taken] = i
     return chosen
 
 

@@ -99,6 +99,10 @@ void def_measurements(nb::module_& m) {
   m.def("multiply_units", &gemm::multiply_units, "Multiply units of this CPU.");
   m.def("multiply_rate", &gemm::multiply_rate, nb::arg("unit"), nb::call_guard<WithoutGil>(),
         "Operations a second of all threads on one unit, operands in registers, measured now.");
+  m.def(
+      "take_outliers", &gemm::take_outliers, nb::arg("take"),
+      "Whether int8 and int4 layers take outliers out of what they quantise from now on; for measurements of what that "
+      "costs.");
   m.def("trace_start", &runtime::trace_start,
         "Record from now on when experts compute; the first 65,536 spans are kept.");
   m.def(

@@ -181,6 +181,8 @@ const Backend& backend() {
   return kernel == nullptr ? *best : *kernel->backend;
 }
 
+std::atomic<bool> takes_outliers{true};
+
 }  // namespace
 
 std::span<const Kernel> kernel_table() {
@@ -210,6 +212,10 @@ void pack_row(const VectorOps& ops, const Matrix& matrix, const void* x, DType d
     return ops.round_row(x, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(out));
   auto* codes = reinterpret_cast<uint8_t*>(out);
   if (!is_k_quant(matrix.format)) {
+    if (!takes_outliers.load(std::memory_order_relaxed)) {
+      outliers->count = 0;
+      outliers = nullptr;
+    }
     *scale = ops.quantise_row(x, dtype, matrix.k, matrix.padded_k(), matrix.format == Format::int8 ? 128 : 0,
                               matrix.group_size, codes, group_sum, outliers);
     return;
@@ -220,6 +226,8 @@ void pack_row(const VectorOps& ops, const Matrix& matrix, const void* x, DType d
                                     dtype, std::min(inputs, matrix.k - first), inputs, 0, matrix.group_size,
                                     codes + first, group_sum + first / matrix.group_size, nullptr);
 }
+
+void take_outliers(bool take) { takes_outliers.store(take, std::memory_order_relaxed); }
 
 size_t scratch_bytes(const Matrix& matrix) {
   // Two expanded slices of a panel, of at most 64 blocks.

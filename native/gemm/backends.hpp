@@ -63,6 +63,9 @@ size_t scratch_bytes(const Matrix& matrix);
 void pack_row(const VectorOps& ops, const Matrix& matrix, const void* x, DType dtype, std::byte* out, float* scale,
               int32_t* group_sum, Outliers* outliers);
 
+// Whether rows that pack_row() quantises from now on lose their outliers, as they do; for measurements.
+void take_outliers(bool take);
+
 // The two kernels a layer runs with: `many` for experts with at least many->min_rows rows, `few` for the rest.
 struct Kernels {
   const Kernel* many;

@@ -246,7 +246,7 @@ struct Matrix {
 
 // The values of a row that are multiplied apart from its int8 values, in fp32, where they count as zero. One scale a
 // row gives a row with a few large values steps as large as these need, and published models have such channels. So n
-// values are taken out of a row if its scale becomes more than n times smaller without them; see `quantise_row`.
+// more values are taken out of a row if its scale becomes n times smaller without them; see `quantise_row`.
 // Source: the decomposition of Dettmers et al., LLM.int8() (arXiv 2208.07339), with a threshold of the row's own.
 struct Outliers {
   static constexpr int kMost = 16;
@@ -255,15 +255,6 @@ struct Outliers {
   int32_t count = 0;
   uint16_t at[kMost];  // ascending
   float value[kMost];
-};
-
-// Columns of a panel, dequantised: the rows of a prompt mostly have outliers in the same channels.
-struct OutlierColumns {
-  static constexpr int kPlaces = 32;
-
-  const std::byte* panel = nullptr;
-  int channel[kPlaces];
-  alignas(64) float weight[kPlaces][kPanel];
 };
 
 // Activations as a kernel takes them, padded with zeros to padded_k(). Rows come in groups of 16 (the last may be

@@ -260,12 +260,13 @@ void Linear::multiply(const PackedActivations& rows, const Kernel& kernel, int f
   kernel.multiply(matrix_, data_.data() + static_cast<size_t>(first_panel) * matrix_.panel_bytes(), panels, rows, c,
                   scratch, nullptr);
   const auto* bias = reinterpret_cast<const float*>(bias_.data());
-  OutlierRows outliers(rows);
+  OutlierRows outliers(matrix_, rows);
   for (int p = first_panel; p < first_panel + panels; ++p) {
     const int column = p * kPanel, width = std::min(kPanel, config_.out_features - column);
     const float* column_bias = bias == nullptr ? nullptr : bias + column;
     constexpr float one = 1.0f;
-    outliers.add(*vector_ops_, matrix_, data_.data() + static_cast<size_t>(p) * matrix_.panel_bytes(), 0, rows.m, c);
+    if (outliers.has(0, rows.m))
+      vector_ops_->add_outliers(outliers, data_.data() + static_cast<size_t>(p) * matrix_.panel_bytes(), 0, rows.m, c);
     for (int row = 0; row < rows.m; ++row, c += kPanel) {
       std::byte* to =
           y + (static_cast<size_t>(row) * static_cast<size_t>(config_.out_features) + static_cast<size_t>(column)) *

@@ -24,6 +24,8 @@ struct Activation {
   float up_offset = 0;
 };
 
+struct OutlierRows;
+
 struct VectorOps {
   // out [padded_k] bf16 = x [k]; the padding is zero.
   void (*round_row)(const void* x, DType dtype, int k, int padded_k, uint16_t* out);
@@ -31,15 +33,15 @@ struct VectorOps {
   // out [padded_k] = round(x / scale) + zero_point, scale = max|x| / 127 (0 for a row of zeros); the padding is
   // zero_point. group_sum [ceil(padded_k / group_size)], where not null: sums of the quantised values, zero point left
   // out.
-  // Outliers are left out of all that, as zeros: the values above max|x| / 2^i, for the largest i up to 10 for which
-  // they are fewer than 2^i, and at most kMost and one of kLeastInputs inputs. There are none in a row with a NaN or an
-  // infinity, and where `outliers` is null.
+  // Outliers are left out of all that, as zeros: the values above a limit, which is max|x| at first. It is halved i
+  // times, for i from 1 on, where that adds no more than 2^i outliers, and from there again; 10 times in all. There are
+  // at most kMost and one of kLeastInputs inputs, and none in a row with a NaN or an infinity, or where `outliers` is
+  // null.
   float (*quantise_row)(const void* x, DType dtype, int k, int padded_k, int zero_point, int group_size, uint8_t* out,
                         int32_t* group_sum, Outliers* outliers);
 
-  // c [m, 32] += the outliers [m] of rows times a panel's weights, int8 or int4.
-  void (*add_outliers)(const Matrix& matrix, const std::byte* panel, const Outliers* outliers, int m,
-                       OutlierColumns& columns, float* c);
+  // c [count, 32] += the outliers of rows `first` ... times a panel's weights, int8 or int4.
+  void (*add_outliers)(OutlierRows& rows, const std::byte* panel, int first, int count, float* c);
 
   // h [m, 16 with a gate, else 32] bf16, rows `h_stride` values apart = activation of c [m, 32] + bias [32] (may be
   // null).

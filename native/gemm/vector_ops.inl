@@ -2,9 +2,11 @@
 // of the standard library: it would be compiled for that target and could be the copy the linker keeps for everybody.
 
 //
-// `Vector` is what a register of the level holds; `lesser` and `greater` are its minimum and maximum. The loops that
-// choose the scales of int4 groups are written with it: their sums must come out the same at every level, and compilers
-// leave such loops scalar.
+// `Vector` is what a register of the level holds, `Integers` the same of int32; `lesser` and `greater` are its minimum
+// and maximum, `fused(a, b, c)` is a * b + c with one rounding where the level has that, `widen_bytes` and
+// `widen_halves` read as many unsigned integers of 8 and 16 bits. The loops that choose the scales of int4 groups are
+// written with it: their sums must come out the same at every level, and compilers leave such loops scalar. So are
+// those that add outliers.
 
 #include "gemm/values.inl"
 
@@ -50,49 +52,96 @@ static int count_above(const T* x, int k, u32 limit) {
   return count;
 }
 
-// Takes the outliers out of a row; returns the bits of the largest magnitude that is left. The row is searched by runs
-// of 64 values, of which nearly all are done with once their maxima are known.
+// A row is searched for outliers by runs, of which nearly all are done with once their maxima are known.
+template <class T>
+struct Runs {
+  static constexpr int kRun = 64, kMost = 1024;
+
+  Runs(const T* values, int inputs) : x(values), k(inputs), count((inputs + kRun - 1) / kRun) {
+    for (int run = 0; run < count; ++run) {
+      most_of[run] = is_whole(run) ? max_bits(x + run * kRun, kRun) : max_bits(x + run * kRun, k - run * kRun);
+      most = most_of[run] > most ? most_of[run] : most;
+    }
+  }
+  // Loops of a length the compiler knows are much faster.
+  bool is_whole(int run) const { return k - run * kRun >= kRun; }
+  int length(int run) const { return is_whole(run) ? kRun : k - run * kRun; }
+  // Of each run one, at least.
+  int least_above(u32 limit) const {
+    int above = 0;
+    for (int run = 0; run < count; ++run) above += most_of[run] > limit;
+    return above;
+  }
+  // Counts no further once there are more than `enough`.
+  int above(u32 limit, int enough) const {
+    int above = 0;
+    for (int run = 0; run < count && above <= enough; ++run) {
+      if (most_of[run] <= limit) continue;
+      const T* from = x + run * kRun;
+      above += is_whole(run) ? count_above(from, kRun, limit) : count_above(from, k - run * kRun, limit);
+    }
+    return above;
+  }
+
+  const T* x;
+  int k, count;
+  u32 most = 0;
+  u32 most_of[kMost];
+};
+
+// The limit above which values of a row are outliers; the largest magnitude if none is.
+template <class T>
+static u32 outlier_limit(const Runs<T>& runs) {
+  constexpr u32 kHalvings = 10;
+  u32 limit = runs.most, taken_at = 0;
+  if (limit >= 0x7f800000u) return limit;
+  const int room =
+      runs.k / Outliers::kLeastInputs < Outliers::kMost ? runs.k / Outliers::kLeastInputs : Outliers::kMost;
+  int taken = 0;
+  for (u32 i = 1; i <= kHalvings && runs.most >> 23 > i; ++i) {
+    const u32 half = runs.most - (i << 23);
+    const int least = runs.least_above(half), enough = taken + (1 << (i - taken_at));
+    if (least > room) break;
+    if (least > enough) continue;
+    const int above = runs.above(half, room);
+    if (above > room) break;
+    if (above <= enough) limit = half, taken = above, taken_at = i;
+  }
+  return limit;
+}
+
+// Takes the outliers out of a row; returns the bits of the largest magnitude that is left.
 template <class T>
 static u32 take_outliers(const T* x, int k, Outliers* outliers) {
-  constexpr int kRun = 64, kMostRuns = 1024, kHalvings = 10;
-  u32 runs[kMostRuns], most = 0;
-  const int count = (k + kRun - 1) / kRun;
-  auto length = [&](int run) { return k - run * kRun < kRun ? k - run * kRun : kRun; };
-  for (int run = 0; run < count; ++run) {
-    runs[run] = k - run * kRun < kRun ? max_bits(x + run * kRun, length(run)) : max_bits(x + run * kRun, kRun);
-    most = runs[run] > most ? runs[run] : most;
-  }
-  if (outliers == nullptr) return most;
+  constexpr int kPiece = 16;
+  const Runs<T> runs(x, k);
+  if (outliers == nullptr) return runs.most;
   outliers->count = 0;
-  if (most >= 0x7f800000u) return most;
-  u32 limit = most;
-  const int room = k / Outliers::kLeastInputs < Outliers::kMost ? k / Outliers::kLeastInputs : Outliers::kMost;
-  for (u32 i = 1; i <= kHalvings && most >> 23 > i; ++i) {
-    const u32 half = most - (i << 23);
-    int above = 0;
-    for (int run = 0; run < count; ++run) above += runs[run] > half;
-    if (above > room) break;
-    above = 0;
-    for (int run = 0; run < count; ++run)
-      if (runs[run] > half) above += count_above(x + run * kRun, length(run), half);
-    if (above > room) break;
-    if (above < 1 << i) limit = half;
-  }
-  if (limit == most) return most;
+  const u32 limit = outlier_limit(runs);
+  if (limit == runs.most) return limit;
   u32 rest = 0;
-  for (int run = 0; run < count; ++run) {
-    if (runs[run] <= limit) {
-      rest = runs[run] > rest ? runs[run] : rest;
+  for (int run = 0; run < runs.count; ++run) {
+    if (runs.most_of[run] <= limit) {
+      rest = runs.most_of[run] > rest ? runs.most_of[run] : rest;
       continue;
     }
-    for (int i = run * kRun; i < run * kRun + length(run); ++i) {
-      const float value = load_value(x + i);
-      const u32 bits = as_bits(value) & 0x7fffffffu;
-      if (bits <= limit) {
-        rest = bits > rest ? bits : rest;
-      } else {
-        outliers->at[outliers->count] = static_cast<uint16_t>(i);
-        outliers->value[outliers->count++] = value;
+    const int end = run * Runs<T>::kRun + runs.length(run);
+    for (int i = run * Runs<T>::kRun; i < end;) {
+      const u32 most = end - i >= kPiece ? max_bits(x + i, kPiece) : ~0u;
+      if (most <= limit) {
+        rest = most > rest ? most : rest;
+        i += kPiece;
+        continue;
+      }
+      for (const int stop = end - i >= kPiece ? i + kPiece : end; i < stop; ++i) {
+        const float value = load_value(x + i);
+        const u32 bits = as_bits(value) & 0x7fffffffu;
+        if (bits <= limit) {
+          rest = bits > rest ? bits : rest;
+        } else {
+          outliers->at[outliers->count] = static_cast<uint16_t>(i);
+          outliers->value[outliers->count++] = value;
+        }
       }
     }
   }
@@ -131,91 +180,102 @@ static float quantise_row(const void* x, DType dtype, int k, int padded_k, int z
   return scale;
 }
 
-// What of a panel an input's weights are found by.
-struct PanelOf {
-  const std::byte* data;
-  const float* scale;         // int8 [32]
-  const u16* group_scale;     // int4 [groups, 32]
-  const uint8_t* group_zero;  // the same; null where all are 8
-  int group_shift;            // groups are of 2^group_shift inputs
-};
+constexpr int kWide = sizeof(Vector) / sizeof(float), kVectors = kPanel / kWide;
 
-// out [32] = the weights of input k.
+template <class Lanes>
+static inline Lanes load_lanes(const void* from) {
+  Lanes lanes;
+  __builtin_memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+// A panel's weights of input k for outputs `first` ...: as many as a Vector has, so that few registers are needed.
+// Where k was cut into slices, they left the caches long ago: those of the next panel are asked for.
 template <Format format>
-static inline void outlier_column(const PanelOf& panel, int k, float* out) {
-  const WeightAt at = weight_at(format, 0, k);
-  const u32 shift = static_cast<u32>(at.byte % 4 * 8) + static_cast<u32>(at.shift);
-  const std::byte* lanes = panel.data + at.byte / 4 * 4;
-  u32 bits[kPanel];
-  for (int t = 0; t < 2; ++t)
-    __builtin_memcpy(bits + t * kTile, lanes + static_cast<size_t>(t) * tile_bytes(format), kTile * sizeof(u32));
+static inline Vector weights_of(const OutlierRows& rows, const std::byte* panel, u32 k, int first) {
+  // Inputs that share the lanes of 32 bits of a row.
+  constexpr u32 kTogether = format == Format::int8 ? 4 : 8;
+  const u32 shift = k % 4 * 8 + k % kTogether / 4 * 4;
+  const std::byte* codes =
+      panel + rows.codes_at + weight_at(format, first, static_cast<int>(k & 0xffff & ~(kTogether - 1))).byte;
+  const auto lanes = load_lanes<Integers>(codes);
+  if (first % kTile == 0) __builtin_prefetch(codes + rows.panel_bytes);
   if constexpr (format == Format::int8) {
-    for (int j = 0; j < kPanel; ++j)
-      out[j] = static_cast<float>(static_cast<int32_t>(bits[j] << (24 - shift)) >> 24) * panel.scale[j];
+    const Integers q = (lanes << static_cast<int>(24 - shift)) >> 24;
+    return __builtin_convertvector(q, Vector) * load_lanes<Vector>(panel + static_cast<size_t>(first) * sizeof(float));
   } else {
-    const int group = (k >> panel.group_shift) * kPanel;
-    const u16* scale = panel.group_scale + group;
-    if (panel.group_zero == nullptr)
-      for (int j = 0; j < kPanel; ++j)
-        out[j] = static_cast<float>(static_cast<int32_t>(bits[j] >> shift & 15u) - 8) * from_bf16(scale[j]);
-    else
-      for (int j = 0; j < kPanel; ++j) {
-        const int zero = panel.group_zero[group + j];
-        out[j] = static_cast<float>(static_cast<int32_t>(bits[j] >> shift & 15u) - zero) * from_bf16(scale[j]);
-      }
+    const size_t group = static_cast<size_t>(k >> rows.group_shift) * kPanel + static_cast<size_t>(first);
+    if (first == 0) __builtin_prefetch(panel + rows.panel_bytes + kInt4ScalesAt + group * sizeof(u16));
+    const Integers zero = rows.zeros_at == 0 ? Integers{} + 8 : widen_bytes(panel + rows.zeros_at + group);
+    const Integers scale = widen_halves(panel + kInt4ScalesAt + group * sizeof(u16)) << 16;
+    return __builtin_convertvector(((lanes >> static_cast<int>(shift)) & 15) - zero, Vector) * (Vector)scale;
   }
 }
 
-// Sums of a row stay in registers: as wide as AVX2 has them, for wider ones would go through memory there.
-typedef float Eight __attribute__((vector_size(32)));
+// out [32] = a panel's weights of input k.
+template <Format format>
+static inline void read_column(const OutlierRows& rows, const std::byte* panel, u32 k, float* out) {
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) {
+    const Vector weights = weights_of<format>(rows, panel, k, v * kWide);
+    __builtin_memcpy(out + v * kWide, &weights, sizeof weights);
+  }
+}
+
+// c [count, 32] += values [count, channels] times weights(channel, v), a Vector of them. The sums stay in registers.
+template <int count, class Weights>
+static inline void add_products(int channels, const float* values, float* c, Weights&& weights) {
+  Vector sums[count][kVectors];
+#pragma GCC unroll 8
+  for (int row = 0; row < count; ++row)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sums[row][v] = load_lanes<Vector>(c + row * kPanel + v * kWide);
+  for (int i = 0; i < channels; ++i)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const Vector column = weights(i, v);
+#pragma GCC unroll 8
+      for (int row = 0; row < count; ++row) sums[row][v] = fused(values[row * channels + i], column, sums[row][v]);
+    }
+#pragma GCC unroll 8
+  for (int row = 0; row < count; ++row)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) __builtin_memcpy(c + row * kPanel + v * kWide, &sums[row][v], sizeof(Vector));
+}
 
 template <Format format>
-static void add_outliers_of(const PanelOf& panel, const Outliers* outliers, int m, OutlierColumns& columns, float* c) {
-  for (int row = 0; row < m; ++row, ++outliers, c += kPanel) {
-    const int count = outliers->count;
-    if (count == 0) continue;
-    Eight sum0, sum1, sum2, sum3;
-    __builtin_memcpy(&sum0, c, 32);
-    __builtin_memcpy(&sum1, c + 8, 32);
-    __builtin_memcpy(&sum2, c + 16, 32);
-    __builtin_memcpy(&sum3, c + 24, 32);
-    for (int i = 0; i < count; ++i) {
-      const int k = outliers->at[i], place = k % OutlierColumns::kPlaces;
-      float* weight = columns.weight[place];
-      if (columns.channel[place] != k) {
-        columns.channel[place] = k;
-        outlier_column<format>(panel, k, weight);
-      }
-      const float value = outliers->value[i];
-      Eight w0, w1, w2, w3;
-      __builtin_memcpy(&w0, weight, 32);
-      __builtin_memcpy(&w1, weight + 8, 32);
-      __builtin_memcpy(&w2, weight + 16, 32);
-      __builtin_memcpy(&w3, weight + 24, 32);
-      sum0 += w0 * value;
-      sum1 += w1 * value;
-      sum2 += w2 * value;
-      sum3 += w3 * value;
+static void add_outliers_of(OutlierRows& rows, const std::byte* panel, int first, int count, float* c) {
+  constexpr int kRows = kWide / 4;  // whose sums take half of the registers
+  const int shared = rows.shared;
+  if (shared > 0) {
+    if (rows.panel != panel) {
+      rows.panel = panel;
+      for (int i = 0; i < shared; ++i) read_column<format>(rows, panel, rows.channel[i], rows.columns + i * kPanel);
     }
-    __builtin_memcpy(c, &sum0, 32);
-    __builtin_memcpy(c + 8, &sum1, 32);
-    __builtin_memcpy(c + 16, &sum2, 32);
-    __builtin_memcpy(c + 24, &sum3, 32);
+    const auto column = [&](int i, int v) { return load_lanes<Vector>(rows.columns + i * kPanel + v * kWide); };
+    const float* values = rows.values + first * shared;
+    int row = 0;
+    for (; row + kRows <= count; row += kRows)
+      add_products<kRows>(shared, values + row * shared, c + row * kPanel, column);
+    for (; row < count; ++row) add_products<1>(shared, values + row * shared, c + row * kPanel, column);
+  }
+  alignas(64) float own[Outliers::kMost * kPanel];
+  for (int i = rows.before[first]; i < rows.before[first + count]; ++i) {
+    const Outliers& of = rows.outliers[rows.apart[i]];
+    const float* columns[Outliers::kMost];
+    for (int j = 0; j < of.count; ++j) {
+      const int place = rows.places[i * Outliers::kMost + j];
+      columns[j] = place < shared ? rows.columns + place * kPanel : own + j * kPanel;
+      if (place == shared) read_column<format>(rows, panel, of.at[j], own + j * kPanel);
+    }
+    add_products<1>(of.count, of.value, c + (rows.apart[i] - first) * kPanel,
+                    [&](int j, int v) { return load_lanes<Vector>(columns[j] + v * kWide); });
   }
 }
 
-static void add_outliers(const Matrix& matrix, const std::byte* panel, const Outliers* outliers, int m,
-                         OutlierColumns& columns, float* c) {
-  if (columns.panel != panel) {
-    columns.panel = panel;
-    for (int& channel : columns.channel) channel = -1;
-  }
-  PanelOf of{panel + matrix.head_bytes(), reinterpret_cast<const float*>(panel), nullptr, nullptr, 0};
-  if (matrix.format == Format::int8) return add_outliers_of<Format::int8>(of, outliers, m, columns, c);
-  of.group_scale = reinterpret_cast<const u16*>(panel + kInt4ScalesAt);
-  if (!matrix.symmetric) of.group_zero = reinterpret_cast<const uint8_t*>(panel + int4_zeros_at(matrix.groups()));
-  of.group_shift = __builtin_ctz(static_cast<u32>(matrix.group_size));
-  add_outliers_of<Format::int4>(of, outliers, m, columns, c);
+static void add_outliers(OutlierRows& rows, const std::byte* panel, int first, int count, float* c) {
+  if (rows.format == Format::int8) add_outliers_of<Format::int8>(rows, panel, first, count, c);
+  else add_outliers_of<Format::int4>(rows, panel, first, count, c);
 }
 
 template <ActivationKind kind>

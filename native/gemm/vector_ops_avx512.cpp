@@ -6,14 +6,23 @@
 #include <immintrin.h>
 
 #include "gemm/layout.hpp"
+#include "gemm/outlier_rows.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
 namespace ktinject::gemm {
 namespace avx512 {
 using Vector = __m512;
+typedef int32_t Integers __attribute__((vector_size(sizeof(Vector))));
 static inline Vector lesser(Vector a, Vector b) { return _mm512_min_ps(a, b); }
 static inline Vector greater(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+static inline Vector fused(float a, Vector b, Vector c) { return _mm512_fmadd_ps(_mm512_set1_ps(a), b, c); }
+static inline Integers widen_bytes(const void* x) {
+  return (Integers)_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(x)));
+}
+static inline Integers widen_halves(const void* x) {
+  return (Integers)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(x)));
+}
 #include "gemm/vector_ops.inl"
 
 // The activation of nearly all models, which the compiler computes twice a value for the clamps in exp_of: once for

@@ -193,6 +193,7 @@ void MoeExecutor::multiply(Projection projection, int expert, const MoeTask& tas
                            int worker, Use&& use) {
   const gemm::Matrix& matrix = layer_.matrix_of(projection);
   const gemm::Kernel& kernel = (projection == Projection::down ? layer_.down_kernels_ : layer_.kernels_)(all.m);
+  const size_t panel_bytes = matrix.panel_bytes();  // found with divisions; results are taken a few rows at a time
   float* c = results(worker);
   const int pieces = (all.m + kMostRows - 1) / kMostRows;
   const int size = gemm::round_up((all.m + pieces - 1) / pieces, 2 * gemm::kTile);
@@ -202,10 +203,10 @@ void MoeExecutor::multiply(Projection projection, int expert, const MoeTask& tas
       const int m = std::min(size, all.m - first), panels = std::min(most, task.first + task.count - p);
       const gemm::PackedActivations x = all.part(first, m, has_sums_ ? matrix.groups() : 0);
       const std::byte* const weights = layer_.panel(projection, expert, p);
-      gemm::OutlierRows outliers(x);
+      gemm::OutlierRows outliers(matrix, x);
       auto take = [&](int panel, int row, int count, float* results) {
-        outliers.add(vector_ops_, matrix, weights + static_cast<size_t>(panel) * matrix.panel_bytes(), row, count,
-                     results);
+        if (outliers.has(row, count))
+          vector_ops_.add_outliers(outliers, weights + static_cast<size_t>(panel) * panel_bytes, row, count, results);
         use(first + row, count, p + panel, results);
       };
       const gemm::Epilogue epilogue{[](void* context, int panel, int row, int count, float* results) {

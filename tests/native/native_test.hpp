@@ -31,6 +31,7 @@ bool throws(Call&& call) {
 }
 
 void test_plan();
+void test_outlier_rows();
 void test_room();
 void test_fetch();
 void test_turns(bool forks);

@@ -8,6 +8,7 @@ import math
 import differential
 import k_quants
 import pytest
+import reference
 import torch
 
 from ktinject import _native
@@ -122,6 +123,73 @@ def test_an_expert_with_more_rows_than_a_kernel_is_given_at_once(weights, tokens
         count = some.stop - first
         experts.forward(x[some], index[some], weight[some], part[:count])
         assert torch.equal(part[:count], out[some])
+
+
+def _with_outliers(rows, width):
+    """Rows with outliers in the same three channels, in one of these, elsewhere, in both, in more than are taken; and
+    without."""
+    x = torch.randn(rows, width)
+    kind = torch.arange(rows) % 6
+    x[(kind == 0) | (kind == 3), 5] = 90.0
+    x[(kind == 0) | (kind == 3), 70] = -40.0
+    x[kind <= 1, width - 1] = 60.0
+    for row in torch.where((kind == 2) | (kind == 3))[0]:
+        x[row, torch.randperm(width)[:3]] = 70.0
+    for row in torch.where(kind == 4)[0]:
+        x[row, torch.randperm(width)[:20]] *= 100.0
+    return x
+
+
+@pytest.mark.parametrize("group_size,symmetric", [(0, True), (32, True), (64, False)])
+def test_outliers_have_the_same_bits_beside_any_others(group_size, symmetric):
+    """Those that rows share go another way than those of a row alone. Without the outliers, none of it would be."""
+    torch.manual_seed(0)
+    hidden, inner = 304, 96  # not whole blocks
+    weights = "int4" if group_size else "int8"
+    sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    matrices = {name: torch.randn(shape) / math.sqrt(shape[1]) for name, shape in sizes.items()}
+    x = _with_outliers(350, hidden).bfloat16()  # more than a kernel is given at once
+    chosen = reference.outliers(x)
+    assert {0, 1, 3, 6} <= set(chosen.sum(-1).tolist())
+    kernels = [row["name"] for row in TABLE if row["weights"] == weights and row["available"]]
+    for kernel in kernels:
+        experts = _native.Experts(
+            experts=1, hidden_size=hidden, intermediate_size=inner, weights=weights, group_size=group_size,
+            symmetric=symmetric, has_gate=True, has_bias=False, activation="silu", alpha=1.0, gate_max=math.inf,
+            up_limit=math.inf, up_offset=0.0, kernel=kernel,
+        )  # fmt: skip
+        linear = _native.Linear(
+            out_features=inner, in_features=hidden, weights=weights, group_size=group_size, symmetric=symmetric,
+            has_bias=False, kernel=kernel,
+        )  # fmt: skip
+        experts.allocate()
+        linear.allocate()
+        for projection, matrix in matrices.items():
+            experts.load(projection, 0, matrix)
+        linear.load(matrices["up"])
+
+        def computed(count, experts=experts, linear=linear):
+            out, y = torch.full_like(x, math.nan), torch.full((len(x), inner), math.nan).bfloat16()
+            for some, part, part_y in zip(x.split(count), out.split(count), y.split(count), strict=True):
+                one = torch.zeros(len(some), 1, dtype=torch.int64), torch.ones(len(some), 1)
+                experts.forward(some, *one, part)
+                linear.forward(some, part_y)
+            return torch.cat([out, y], 1)
+
+        found = computed(350)
+        rows = 350 if not kernel.startswith(("reference", "modelled")) else 36
+        for count in (33, 9, 3, 1) if rows == 350 else (9,):
+            assert torch.equal(found, computed(count)), (kernel, count)
+        try:
+            _native.take_outliers(False)
+            left_in = computed(350)
+        finally:
+            _native.take_outliers(True)
+        has_none = ~chosen.any(-1)
+        exact = x[~has_none].double() @ matrices["up"].double().T
+        errors = [reference.relative_error(y[~has_none, hidden:], exact) for y in (found, left_in)]
+        assert torch.equal(left_in[has_none, hidden:], found[has_none, hidden:])
+        assert errors[0] < errors[1], kernel
 
 
 @pytest.mark.parametrize("weights", k_quants.KINDS)

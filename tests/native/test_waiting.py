@@ -189,7 +189,7 @@ TAKE: dict[str, Callable[[], Any]] = {
 DO_NOT = set(
     """
     cpu_features amx_permission kernels default_threads set_threads compute_alone threads sessions set_nodes nodes
-    find_nodes
+    find_nodes take_outliers
     multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
     rms_norm set_answer_timeout answer_timeout int4_blocks int4_is_measured fp8_quantise attention latent
     attention_scratch decode_linear
