@@ -141,7 +141,7 @@ class AbsorbedMla(Operator):
         spec = self.spec
         b, m, _ = hidden_states.shape
         low = None if self.q_a_proj is None else self.q_a_layernorm(self.q_a_proj(hidden_states))
-        q = self.q_proj(hidden_states) if low is None else self.q_b_proj(low)  # type: ignore[misc]
+        q = self.q_proj(hidden_states) if low is None else self.q_b_proj(low)
         q = q.view(b, m, spec.num_heads, -1).transpose(1, 2)
         q_nope, q_rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states)[:, None].split(

@@ -88,7 +88,7 @@ def residual_factor(
     choices = torch.tensor([[[0], [1]]]), torch.tensor([[[1], [0]]])
     taken: list[Any] = []
 
-    def attended(x: Tensor, **kwargs: Any) -> Any:
+    def attention(x: Tensor, **kwargs: Any) -> Any:
         taken.append(kwargs.get(GIVEN))
         mixed = torch.cos(2 * x)
         if names[1] != "self_attn":
@@ -104,7 +104,7 @@ def residual_factor(
     )
     children = {
         names[0]: _Stub(before),
-        names[1]: _Stub(attended, names_kept=True),
+        names[1]: _Stub(attention, names_kept=True),
         names[2]: _Stub(again),
         names[3]: _Stub(lambda x: x * x),
         behind[0]: _Stub(first),
@@ -367,8 +367,8 @@ def routing(
     weight_path = _weight_path(router)
     outer = dict(block.named_buffers(recurse=False)) | dict(block.named_parameters(recurse=False))
     corrections = [path for path in (*parameters, *buffers, *outer) if path.endswith(_CORRECTIONS)]
-    beside = parameters.keys() - {weight_path, "bias", *corrections}
-    if weight_path is None or beside or ("bias" in parameters and weight_path != "weight"):
+    others = parameters.keys() - {weight_path, "bias", *corrections}
+    if weight_path is None or others or ("bias" in parameters and weight_path != "weight"):
         return Support.no(f"its {type(router).__name__} holds something else than a weight and a bias")
     if corrections and [path for path in (*buffers, *outer) if path not in corrections] + corrections[1:]:
         names = ", ".join(sorted({*buffers, *outer, *corrections}))
@@ -406,10 +406,10 @@ def routing(
         out = run(x, x.dtype)
         kept = _run_narrow(run, x.bfloat16(), parameters[weight_path].dtype)
         (ids, weights), (rounded_ids, rounded) = given[0], given[-1]
-        beside = torch.zeros_like(x)
+        of_shared = torch.zeros_like(x)
         if shared is not None:
-            beside = torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
-        factors = _factors(out, torch.tanh(x), beside)
+            of_shared = torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
+        factors = _factors(out, torch.tanh(x), of_shared)
         if factors is None:
             return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
         added = drawn[corrections[0]].flatten() if corrections else None

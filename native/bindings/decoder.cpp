@@ -373,9 +373,9 @@ void def_attention(nb::module_& m) {
           nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
           nb::arg("window"), nb::arg("sinks").none(), nb::arg("gated"), nb::arg("neighbours") = false,
           nb::arg("norms_last") = false, nb::arg("value") = 0, nb::arg("value_scale") = 1.0f,
-          nb::arg("gate").none() = nb::none(), nb::arg("has_softplus") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(),
-          nb::keep_alive<1, 19>());
+          nb::arg("gate").none() = nb::none(), nb::arg("has_softplus") = false, nb::keep_alive<1, 2>(),
+          nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
+          nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 19>());
   def_gated_delta(m);
   def_short_convolution(m);
   def_mamba2(m);
@@ -462,16 +462,15 @@ void def_feed_forward(nb::module_& m) {
             config.rounds_logits = rounds_logits;
             config.rounds_scores = rounds_scores;
             config.rounds_weights = rounds_weights;
-            new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr, routed_factor,
-                                      out_factor);
+            new (self)
+                decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr, routed_factor, out_factor);
           },
           nb::kw_only(), nb::arg("router").none(), nb::arg("weight") = nb::none(), nb::arg("scores"),
           nb::arg("correction").none(), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"),
           nb::arg("factor"), nb::arg("rounds_logits"), nb::arg("rounds_scores"), nb::arg("rounds_weights"),
           nb::arg("experts"), nb::arg("shared").none(), nb::arg("gate").none(), nb::arg("routed_factor") = 1.0f,
-          nb::arg("out_factor") = 1.0f, nb::keep_alive<1, 2>(),
-          nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(),
-          nb::keep_alive<1, 16>());
+          nb::arg("out_factor") = 1.0f, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(),
+          nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>());
 }
 
 void def_decoder(nb::module_& m) {

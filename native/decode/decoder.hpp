@@ -60,8 +60,8 @@ struct RouterConfig {
   bool rounds_logits = false, rounds_scores = false, rounds_weights = false;
 };
 
-// Router and routed experts, times `routed_factor`; added to them, where it is given, what `shared` makes of all tokens,
-// times sigmoid(gate · x) where there is a gate [hidden] of the model's dtype; then all times `factor`.
+// Router and routed experts, times `routed_factor`; added to them, where it is given, what `shared` makes of all
+// tokens, times sigmoid(gate · x) where there is a gate [hidden] of the model's dtype; then all times `factor`.
 class Mixture final : public FeedForward {
  public:
   Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate = nullptr,
