@@ -52,7 +52,8 @@ class AbsorbedMlaConfig(Config):
 
 @register_operator("absorbed_mla")
 class AbsorbedMla(Operator):
-    """DeepSeek's latent attention. For each token it caches the latent and one rotary key, in transformers' caches.
+    """DeepSeek's latent attention, also with an indexer that chooses the places to attend to (DeepSeek-V3.2, GLM-5).
+    For each token it caches the latent and one rotary key, in transformers' caches, where an indexer keeps its own.
 
     The operator holds no weights. The attention's linears and norms stay under their names, and other rules may
     replace them. The exception is kv_b_proj: the operator reads its weight as two stacks of matrices. Sums and softmax
