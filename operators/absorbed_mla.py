@@ -52,7 +52,8 @@ class AbsorbedMlaConfig(Config):
 
 @register_operator("absorbed_mla")
 class AbsorbedMla(Operator):
-    """DeepSeek's latent attention. For each token it caches the latent and one rotary key, in transformers' caches.
+    """DeepSeek's latent attention, also with an indexer that chooses the places to attend to (DeepSeek-V3.2, GLM-5).
+    For each token it caches the latent and one rotary key, in transformers' caches, where an indexer keeps its own.
 
     The operator holds no weights. The attention's linears and norms stay under their names, and other rules may
     replace them. The exception is kv_b_proj: the operator reads its weight as two stacks of matrices. Sums and softmax
@@ -141,7 +142,7 @@ class AbsorbedMla(Operator):
         spec = self.spec
         b, m, _ = hidden_states.shape
         low = None if self.q_a_proj is None else self.q_a_layernorm(self.q_a_proj(hidden_states))
-        q = self.q_proj(hidden_states) if low is None else self.q_b_proj(low)  # type: ignore[misc]
+        q = self.q_proj(hidden_states) if low is None else self.q_b_proj(low)
         q = q.view(b, m, spec.num_heads, -1).transpose(1, 2)
         q_nope, q_rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states)[:, None].split(

@@ -56,15 +56,15 @@ def of_indexer(module: nn.Module) -> IndexerSpec | Support:
     if children != _CHILDREN or [*module.parameters(recurse=False)]:
         return Support.no(f"its {type(module).__name__} holds {', '.join(sorted(children))}")
     names = ("n_heads", "head_dim", "qk_rope_head_dim", "index_topk")
-    sizes = [getattr(module, name, None) for name in names]
-    if not all(isinstance(size, int) and size > 0 for size in sizes) or sizes[2] % 2 or sizes[1] < sizes[2]:
+    sizes = [size for name in names if isinstance(size := getattr(module, name, None), int) and size > 0]
+    if len(sizes) < len(names) or sizes[2] % 2 or sizes[1] < sizes[2]:
         return Support.no(f"its {type(module).__name__} has no {', '.join(names)}, or odd ones")
     norm = found.k_norm
     if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
         return Support.no(
             f"the norm of its {type(module).__name__} is no layer norm with a weight and a bias"
         )
-    heads, size, rotary, top_k = (int(one) for one in sizes if one is not None)
+    heads, size, rotary, top_k = sizes
     try:
         rope = _rope(module, heads, size, rotary)
     except Exception as error:  # transformers' own code, given what it may not be made for

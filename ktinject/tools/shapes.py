@@ -66,6 +66,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "v_head_dim": 128, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "vocab_size": 129280,
         "max_position_embeddings": 163840,
     },
+    "deepseek-v3.2": {
+        "model_type": "deepseek_v32", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+        "v_head_dim": 128, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128,
+        "routed_scaling_factor": 2.5, "norm_topk_prob": True, "vocab_size": 129280,
+        "max_position_embeddings": 163840,
+    },
+    "mimo-v2-flash": {
+        "model_type": "mimo_v2_flash", "hidden_size": 4096, "intermediate_size": 16384,
+        "moe_intermediate_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 64, "num_key_value_heads": 4,
+        "head_dim": 192, "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 1,
+        "topk_group": 1, "sliding_window": 128, "vocab_size": 152576, "max_position_embeddings": 262144,
+    },
     "kimi-k2": {
         "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
         "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384,

@@ -304,8 +304,8 @@ void GroupedAttention::keep(const LayerCache& cache, int kept) const {
 void GroupedAttention::copy_ring(const LayerCache& cache, int first, bool to_undo) const {
   Undo& undo = *cache.undo;
   const int capacity = cache.first.shape[2];
-  for (auto [cached, kept, size] : {std::tuple{&cache.first, &undo.first, config_.size},
-                                    std::tuple{&cache.second, &undo.second, value()}}) {
+  for (auto [cached, kept, size] :
+       {std::tuple{&cache.first, &undo.first, config_.size}, std::tuple{&cache.second, &undo.second, value()}}) {
     const size_t bytes = static_cast<size_t>(size) * dtype_bytes(cached->dtype);
     kept->resize(product(undo.rows, config_.groups) * bytes);
     for (int row = first; row < undo.rows; ++row)

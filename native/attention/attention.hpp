@@ -52,7 +52,7 @@ struct LayerCache {
 struct Step {
   DType dtype = DType::bf16;
   int batch = 1;
-  int position = 0;           // of the tokens of this step: so many came before
+  int position = 0;  // of the tokens of this step: so many came before
   // [batch or 1, angles] of dtype, or of fp32: what is turned is then rounded at the end.
   const void *cos = nullptr, *sin = nullptr;
   bool has_wide_rotation = false;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "attention/tasks.hpp"
+#include "attention/top.hpp"
 #include "attention/turning.hpp"
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
@@ -18,16 +19,6 @@ namespace {
 constexpr int kPlacesOfTask = 64;
 constexpr int kRowsOfTask = 16;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
-
-// The k greatest scores in front. With torch's own algorithm, so that of places that tie the same ones are taken.
-void take_top(std::vector<std::pair<float, int>>& order, int k) {
-  auto greater = [](const std::pair<float, int>& a, const std::pair<float, int>& b) {
-    return (std::isnan(a.first) && !std::isnan(b.first)) || a.first > b.first;
-  };
-  const auto first = order.begin();
-  if (static_cast<size_t>(k) * 64 <= order.size()) std::partial_sort(first, first + k, order.end(), greater);
-  else std::nth_element(first, first + k - 1, order.end(), greater);
-}
 
 }  // namespace
 
@@ -92,7 +83,7 @@ void Indexer::forward(const float* x, const float* low, const Step& step, const 
       score(query, weights + product(row, heads), step, row, keys, scores);
       order.resize(static_cast<size_t>(capacity));
       for (int place = 0; place < capacity; ++place) order[static_cast<size_t>(place)] = {scores[place], place};
-      take_top(order, most);
+      take_top(order, most, false);
       std::vector<int>& places = choice.places[static_cast<size_t>(row)];
       places.clear();
       // Of a row with padding, some may be chosen that are masked.

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "attention/tasks.hpp"
+#include "attention/top.hpp"
 #include "decode/decoder.hpp"
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
@@ -14,20 +15,6 @@ namespace {
 
 // Rows of a router's weight that a task multiplies.
 constexpr int kExpertsOfTask = 16;
-
-// The k greatest, in front. With torch's own algorithm, so that of experts that tie the same ones are taken.
-void take_top(std::vector<std::pair<float, int>>& order, int k, bool sorted) {
-  auto greater = [](const std::pair<float, int>& a, const std::pair<float, int>& b) {
-    return (std::isnan(a.first) && !std::isnan(b.first)) || a.first > b.first;
-  };
-  const auto first = order.begin();
-  if (static_cast<size_t>(k) * 64 <= order.size()) {
-    std::partial_sort(first, first + k, order.end(), greater);
-    return;
-  }
-  std::nth_element(first, first + k - 1, order.end(), greater);
-  if (sorted) std::sort(first, first + k - 1, greater);
-}
 
 }  // namespace
 
@@ -217,14 +204,14 @@ void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) c
       }
       groups[static_cast<size_t>(g)] = {first + second, g};
     }
-    take_top(groups, router_.top_groups, false);
+    attention::take_top(groups, router_.top_groups, false);
     for (int i = router_.top_groups; i < router_.groups; ++i) {
       const int g = groups[static_cast<size_t>(i)].second;
       for (int e = g * size; e < (g + 1) * size; ++e)
         order[static_cast<size_t>(e)].first = -std::numeric_limits<float>::infinity();
     }
   }
-  take_top(order, top_k, is_softmax);
+  attention::take_top(order, top_k, is_softmax);
   float sum = is_softmax ? 0 : 1e-20f;  // as transformers does: weights that are all zero stay it
   for (int i = 0; i < top_k; ++i) {
     ids[i] = order[static_cast<size_t>(i)].second;

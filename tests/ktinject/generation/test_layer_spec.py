@@ -124,8 +124,8 @@ class TestRefusals:
 
     def test_an_attention_of_other_children(self) -> None:
         attention = qwen().model.layers[0].self_attn
-        attention.register_module("gate_proj", nn.Linear(4, 4))
-        assert "holds gate_proj, k_norm" in reason(layer_spec.of_attention(attention))
+        attention.register_module("extra_proj", nn.Linear(4, 4))
+        assert "holds extra_proj, k_norm" in reason(layer_spec.of_attention(attention))
 
     def test_an_attention_with_parameters_of_its_own(self) -> None:
         attention = qwen().model.layers[0].self_attn
@@ -143,11 +143,11 @@ class TestRefusals:
         derived(block.gate, lambda self, x: own(self, -x))
         assert "chooses in another way" in reason(feed_forward_spec.of_feed_forward(block))
 
-    def test_a_block_that_scales_its_experts(self) -> None:
+    def test_a_block_that_squares_its_experts(self) -> None:
         block = qwen().model.layers[0].mlp
         own = type(block).forward
         assert "does not add shared experts to routed ones" in reason(
-            feed_forward_spec.of_feed_forward(derived(block, lambda self, x: own(self, x) * 2))
+            feed_forward_spec.of_feed_forward(derived(block, lambda self, x: own(self, x) ** 2))
         )
 
     def test_a_rotation_by_neighbours(self) -> None:
@@ -161,6 +161,16 @@ class TestRefusals:
 
         assert isinstance(layer_spec.of_rotation(rotary), RotationSpec)
         assert "twice side by side" in reason(layer_spec.of_rotation(derived(rotary, forward)))
+
+
+def test_a_block_that_scales_its_experts() -> None:
+    """Which the captured step's kernels do not."""
+    block = qwen().model.layers[0].mlp
+    own = type(block).forward
+    found = known(feed_forward_spec.of_moe(derived(block, lambda self, x: own(self, x) * 2)), MoeSpec)
+    assert found.factors == (2.0, 1.0)
+    assert feed_forward_steps.moe_step(found, block) is None
+    assert feed_forward_steps.Routed.of(found, block) is None
 
 
 def test_probes_change_nothing_of_a_module() -> None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import ktinject
 from ktinject import _native
-from ktinject.generation import layer_probes, layer_spec
+from ktinject.generation import layer_spec, router_probes
 from ktinject.generation.cpu.native_rotation import Rotations
 from ktinject.generation.feed_forward_spec import MoeSpec
 from ktinject.generation.layer_probes import BY_HALVES, Outputs, Turning
