@@ -117,12 +117,12 @@ def residual_factor(
     choices = torch.tensor([[[0], [1]]]), torch.tensor([[[1], [0]]])
     taken: list[Any] = []
 
-    def attended(x: Tensor, **kwargs: Any) -> Any:
+    def mixes(x: Tensor, **kwargs: Any) -> Any:
         taken.append(kwargs.get(GIVEN))
         return (attention(x), None, choices[1]) if hands_on else (attention(x), None)
 
     if gives_more:
-        children[names.attention] = Stub(attended, names_kept=True)
+        children[names.attention] = Stub(mixes, names_kept=True)
     arguments = dict.fromkeys(("attention_mask", "position_ids", compat.CACHE, "position_embeddings"))
     given = {GIVEN: choices[0]} if hands_on else {}
 

@@ -81,10 +81,10 @@ def routing(
         out = run(x, x.dtype)
         kept = _run_narrow(run, x.bfloat16(), parameters[weight_path].dtype)
         (ids, weights), (rounded_ids, rounded) = given[0], given[-1]
-        beside = torch.zeros_like(x)
+        of_shared = torch.zeros_like(x)
         if shared is not None:
-            beside = torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
-        factors = _factors(out, torch.atan(torch.tanh(torch.sin(x))) if narrow else torch.tanh(x), beside)
+            of_shared = torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
+        factors = _factors(out, torch.atan(torch.tanh(torch.sin(x))) if narrow else torch.tanh(x), of_shared)
         if factors is None:
             return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
         added = drawn[corrections[0]].flatten() if corrections else None

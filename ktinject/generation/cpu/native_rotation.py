@@ -26,6 +26,10 @@ class Rotations:
         self._names: list[str] = []
         if rotary is not None and "layer_type" in inspect.signature(type(rotary).forward).parameters:
             self._names = sorted({*types})
+            if len(types) != text.num_hidden_layers:
+                raise UnknownLayer(
+                    f"its config has {len(types)} layer_types, the model {text.num_hidden_layers} layers"
+                )
         self._kind = [self._names.index(name) if self._names else 0 for name in types]
         named = [f"{name}_inv_freq" for name in self._names] or ["inv_freq"]
         self._frequencies = [getattr(rotary, name, torch.empty(0)).shape[-1] for name in named]

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 import ktinject
 from ktinject.generation import feed_forward_spec, layer_spec
 from ktinject.generation.cpu.native_decoder import NativeDecoder
-from ktinject.generation.cpu.native_layers import NativeLayers
 from ktinject.generation.cpu.native_parts import UnknownLayer
+from ktinject.generation.cpu.native_rotation import Rotations
 from ktinject.generation.feed_forward_spec import MoeSpec
 from ktinject.generation.layer_probes import Turning
 from ktinject.generation.layer_spec import GroupedAttentionSpec
@@ -203,24 +203,15 @@ class TestRefusals:
 
 @pytest.mark.skipif("mellum" not in AVAILABLE, reason="transformers has no mellum")
 class TestRotationsByTypes:
-    def test_a_step_is_cut_where_layers_get_another_rotation(self) -> None:
-        model, _ = made("mellum")
-        layers = NativeLayers(model)
-        sliding, full = "sliding_attention", "full_attention"
-        assert layers.turns == [sliding, full, full, sliding]
-        assert [*layers.stretches(0, 4)] == [(0, 1, sliding), (1, 3, full), (3, 4, sliding)]
-        assert [*layers.stretches(2, 3)] == [(2, 3, full)] and [*layers.stretches(4, 4)] == [(4, 4, sliding)]
-
     def test_layers_that_get_another_type_s_rotation_keep_their_steps(self) -> None:
         model, _ = made("mellum")
         native = NativeDecoder(model)
-        native._layers.turns[1] = "sliding_attention"
+        native._layers.rotations._kind[1] = native._layers.rotations._kind[0]
         logits_of(model, native)
         assert native.support.reason == "layer 1: it is given another rotation than the model's own"
 
     def test_types_that_are_missing(self) -> None:
         model, _ = made("mellum")
-        layers = NativeLayers(model)
         model.config.layer_types = model.config.layer_types[:3]
         with pytest.raises(UnknownLayer, match="its config has 3 layer_types, the model 4 layers"):
-            layers._turns(model)
+            Rotations(model.model.rotary_emb, model.config, torch.zeros(1, 1, 8))
