@@ -236,7 +236,8 @@ def test_inputs_of_another_dtype_any_shape_and_any_alignment(cuda: str) -> None:
     x = torch.randn(3, 100, 256, device=cuda).bfloat16()
     assert operator(x).equal(operator(x.view(300, 256)).view(3, 100, 320))
     odd = torch.randn(1 + 300 * 256, device=cuda).bfloat16()[1:].view(300, 256)
-    assert relative_error(operator(odd), operator(odd.clone())) < 2e-3
+    # cuBLAS may add up in another order there, and in parts that are rounded to bf16.
+    assert relative_error(operator(odd), operator(odd.clone())) < 6e-3
     assert operator(x.cpu()).equal(operator(x).cpu())
 
 

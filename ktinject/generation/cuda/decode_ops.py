@@ -170,6 +170,11 @@ def route(logits: Tensor, top_k: int, normed: bool) -> tuple[Tensor, Tensor]:
     return weights, ids
 
 
+def routes_grouped(experts: int) -> bool:
+    """Whether `route_grouped` takes so many experts."""
+    return experts % 32 == 0 and 0 < experts <= 512
+
+
 def route_grouped(
     logits: Tensor, bias: Tensor, top_k: int, groups: int, kept: int, normed: bool, scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,8 @@ class _GroupedRouter:
             return None
         if module.weight.dtype == torch.float32 or module.weight.shape[1] % 32:
             return None
+        if not decode_ops.routes_grouped(spec.num_experts):
+            return None
         return cls(spec, module)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
