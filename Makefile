@@ -33,15 +33,17 @@ dev: $(VENV)/dev
 
 # Several processes: most tests compute on one thread, and many wait for a process of their own, so there is one process
 # more than cores on a small machine. Each begins with a run of tests that lie together, so what the tests of a file share
-# is made once. GPUs are hidden from such a run: `pytest -m gpu` runs the tests that need one.
+# is made once. GPUs are hidden from such a run: `pytest -m gpu` runs the tests that need one. A nightly run has those that
+# TESTS leaves out: make test TESTS="not gpu".
 TEST_PROCESSES ?= 3
+TESTS ?= not gpu and not nightly
 # Two runs at once share nothing: each writes results of its own, and the last to end gives them the name that is read.
 # Torch's OpenMP threads would spin while they wait, which on few and shared cores takes minutes.
 test: export OMP_WAIT_POLICY := PASSIVE
 # Many tests start a process that imports this package; only the first of them should compile it.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/dev
-	python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not gpu" -p no:cacheprovider --junitxml=build/test-results.$$$$.xml; \
+	python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "$(TESTS)" -p no:cacheprovider --junitxml=build/test-results.$$$$.xml; \
 	status=$$?; mv -f build/test-results.$$$$.xml build/test-results.xml; exit $$status
 
 # TRANSFORMERS: oldest, newest or a number, of the versions that pyproject.toml allows.

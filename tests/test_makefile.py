@@ -237,7 +237,9 @@ def install(python: Path, built: Path) -> None:
     ("version", "calls_itself", "target"),
     [
         ("2.13.0", "2.13.0+cu130", ".venv/torch"),
-        ("2.14.0.dev20260601+cu130", "2.14.0.dev20260601+cu130", "dev"),
+        pytest.param(
+            "2.14.0.dev20260601+cu130", "2.14.0.dev20260601+cu130", "dev", marks=pytest.mark.nightly
+        ),
     ],
     ids=["release", "nightly"],
 )

@@ -31,7 +31,7 @@ class Rotations:
                     f"its config has {len(types)} layer_types, the model {text.num_hidden_layers} layers"
                 )
         self._kind = [self._names.index(name) if self._names else 0 for name in types]
-        named = [f"{name}_inv_freq" for name in self._names] or ["inv_freq"]
+        named = ["_".join((name, "inv_freq")) for name in self._names] or ["inv_freq"]
         self._frequencies = [getattr(rotary, name, torch.empty(0)).shape[-1] for name in named]
         try:
             found = self._find_axes(x)

@@ -52,7 +52,7 @@ def test_cli_show_refuses() -> None:
 @pytest.mark.usefixtures("registry")
 def test_cli_check(tmp_path: Path) -> None:
     code, out, _ = cli("check", "deepseek-v3", "--set", "experts=int4")
-    assert code == 0 and "weights=int4" in out and "9 rules for deepseek_v3, kimi_k2" in out
+    assert code == 0 and "weights=int4" in out and "10 rules for deepseek_v3, kimi_k2" in out
     code, out, _ = cli("check", "deepseek-v3", "--json")
     assert code == 0 and json.loads(out)["rules"][1]["arguments"] == {
         "weights": "kept",

@@ -93,7 +93,13 @@ def test_formats(weights: str, family: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [{}, {"cache_implementation": "static"}, {"max_time": 1e6}, {"prefill_chunk_size": 4}],
+    [
+        {},
+        *(
+            pytest.param(case, marks=pytest.mark.nightly)
+            for case in ({"cache_implementation": "static"}, {"max_time": 1e6}, {"prefill_chunk_size": 4})
+        ),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("family, changes", CASES, ids=str)

@@ -19,6 +19,8 @@ from tests.models import AVAILABLE, tiny
 
 torch.set_num_threads(1)
 
+NIGHTLY = pytest.mark.nightly
+
 
 class Family(NamedTuple):
     """A family's config, where its first layer has its states, and vectors of that layer that its steps read."""
@@ -90,8 +92,8 @@ def mixer_of(model: Any, family: Family) -> Any:
     "case",
     [
         {},
-        {"cache_implementation": "static"},
-        {"max_time": 1e6},
+        pytest.param({"cache_implementation": "static"}, marks=NIGHTLY),
+        pytest.param({"max_time": 1e6}, marks=NIGHTLY),
         {"max_time": 1e6, "cache_implementation": "static"},
     ],
     ids=str,
@@ -103,7 +105,7 @@ def test_tokens_are_the_stock_loop_s(model: PreTrainedModel, case: dict[str, Any
         assert_native(model)
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 70])
+@pytest.mark.parametrize("length", [1, pytest.param(2, marks=NIGHTLY), pytest.param(5, marks=NIGHTLY), 70])
 def test_prompts_shorter_than_the_convolution_and_longer_than_a_chunk(
     model: PreTrainedModel, length: int
 ) -> None:
@@ -135,7 +137,14 @@ def test_a_cache_of_the_callers(model: PreTrainedModel) -> None:
         arguments |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-@pytest.mark.parametrize("name, vector", [(name, one) for name in HERE for one in FAMILIES[name].vectors])
+@pytest.mark.parametrize(
+    "name, vector",
+    [
+        pytest.param(name, one, marks=[NIGHTLY] if number else [])
+        for name in HERE
+        for number, one in enumerate(FAMILIES[name].vectors)
+    ],
+)
 def test_weights_in_place_and_replaced(name: str, vector: str) -> None:
     """Each must change the tokens, to be seen at all."""
     model = model_of(name)

@@ -337,6 +337,7 @@ FIRST = [
 ]
 
 
+@pytest.mark.nightly
 def test_kimi_k2_loads_in_plain_transformers_once_ktinject_is_imported(tmp_path: Path) -> None:
     model = models.tiny("deepseek_v3")
     torch.save({"ids": IDS, "logits": model(IDS).logits}, tmp_path / "expected.pt")

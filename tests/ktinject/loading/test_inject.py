@@ -36,6 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(model, tmp_path_factory.mktemp("inject") / "model", max_shard_size="60KB")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def asked(folder: Path) -> None:
+    """What is asked once in a process: not while one of its functions fails, or that question would be refused."""
+    for feature in compat.PRIVATE:
+        compat.support(feature)
+    ktinject.plan(on_meta(folder), [EXPERTS])
+
+
 @pytest.fixture(scope="module")
 def logits(folder: Path) -> torch.Tensor:
     with torch.no_grad():
@@ -124,10 +132,6 @@ def test_a_failure_anywhere_leaves_the_model_as_it_was(
     model.register_forward_hook(lambda *_: None)
     before = snapshot(model)
     held = track(monkeypatch)
-    # Asked once in a process: not while one of the functions fails, or this test would be the one that is refused.
-    for feature in compat.PRIVATE:
-        compat.support(feature)
-    ktinject.plan(on_meta(folder), [EXPERTS])
     with monkeypatch.context() as patched:
         owner, _, name = step.rpartition(".")
         fail(patched, resolve(owner), name, call, kind("injected"))
