@@ -43,6 +43,7 @@ def test_devices_are_those_of_torch():
     assert found == [(device.name, (device.major, device.minor)) for device in wanted]
 
 
+@pytest.mark.nightly
 def test_a_build_without_cuda_has_the_same_symbols_and_refuses(tmp_path):
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:

@@ -299,6 +299,7 @@ def test_results_of_down_that_are_longer_than_the_caches(weights, tokens):
 
 @pytest.mark.parametrize("tokens", [20, 70, 160])
 @pytest.mark.parametrize("row", [r for r in TABLE if "amx" in r["name"]], ids=lambda row: row["name"])
+@pytest.mark.nightly
 def test_tiles_with_inputs_that_are_cut(row, tokens):
     """Rows that are long for the caches, and so few and so many that codes are expanded in either way."""
     if not row["available"]:

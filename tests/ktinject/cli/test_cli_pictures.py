@@ -77,6 +77,7 @@ def test_run(ktinject, folder: Path, model: PreTrainedModel) -> None:
     assert texts[0] != texts[1], "a picture that changes nothing shows nothing"
 
 
+@pytest.mark.nightly
 def test_the_unswapped_model_sees_the_same(folder: Path) -> None:
     message = {"role": "user", "content": "What?", "images": [folder / "a.png", folder / "b.png"]}
     ids, more = pictures.encode(pictures.load_processor(folder), [message])

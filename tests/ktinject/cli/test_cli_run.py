@@ -77,6 +77,7 @@ def test_the_output_says_why_there_is_no_measurement(ktinject, tiny_qwen3_moe, m
     assert text.endswith("unswapped: not measured: MemoryError\n")
 
 
+@pytest.mark.nightly
 def test_unswapped_in_its_own_process(tiny_qwen3_moe):
     found = measure_unswapped(tiny_qwen3_moe, [1, 2, 3], 4, dtype="auto", device_map=None)
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen3_moe)

@@ -217,6 +217,7 @@ def test_a_method_that_is_gone_is_seen(sglang: dict[str, ModuleType]) -> None:
         KTMoEWrapper(**arguments())
 
 
+@pytest.mark.nightly
 def test_what_the_page_installs_is_enough(tmp_path: Path) -> None:
     """In an environment without our other dependencies: SGLang wants another transformers than they do."""
     root = Path(__file__).parents[3]
