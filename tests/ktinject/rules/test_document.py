@@ -190,8 +190,13 @@ print(json.dumps([peak() - before, said]))
 """
 
 
-@pytest.mark.parametrize("parser", [found.__name__ for found in PARSERS])
-@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "parser",
+    [
+        pytest.param(found.__name__, marks=[] if found is document.PARSER else [pytest.mark.nightly])
+        for found in PARSERS
+    ],
+)
 def test_bombs_are_refused_in_a_second_and_50_mib(parser: str, tmp_path: Path) -> None:
     """libyaml's memory is not seen by tracemalloc, so a process of its own asks the system."""
     files = [tmp_path / str(number) for number in range(len(BOMBS))]
