@@ -15,11 +15,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ktinject.generation import feed_forward_spec, indexer_spec, layer_probes, recurrent_spec
+from ktinject.generation import (
+    attention_probes,
+    feed_forward_spec,
+    indexer_spec,
+    layer_probes,
+    recurrent_spec,
+)
+from ktinject.generation.attention_probes import BY_HALVES, PLAIN_OUTPUTS, Outputs, Turning
 from ktinject.generation.cpu import openmp
 from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, RouterSpec
 from ktinject.generation.indexer_spec import IndexerSpec
-from ktinject.generation.layer_probes import BY_HALVES, PLAIN_OUTPUTS, LayerNames, Outputs, Turning
+from ktinject.generation.layer_probes import LayerNames
 from ktinject.generation.recurrent_spec import (
     GatedDeltaSpec,
     KimiDeltaSpec,
@@ -256,7 +263,7 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
             return found
         norms.append(found)
     there = [name for name in norm_names if name in children]
-    turning = layer_probes.turning(module, heads, there, gate)
+    turning = attention_probes.turning(module, heads, there, gate)
     if isinstance(turning, Support):
         # Norms may be such that their place does not show in the first step.
         if any(norms):
@@ -266,7 +273,7 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
     o = getattr(module.get_submodule(heads[3]), "in_features", 0)
     outputs: Outputs | Support = PLAIN_OUTPUTS
     if gate or k != v or hasattr(module, "v_scale"):
-        outputs = layer_probes.outputs(module, heads, there, gate)
+        outputs = attention_probes.outputs(module, heads, there, gate)
     if isinstance(outputs, Support):
         return outputs
     return GroupedAttentionSpec(

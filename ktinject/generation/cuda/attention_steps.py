@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktinject.generation.attention_probes import BY_HALVES, PLAIN_OUTPUTS
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import BucketLayer, ConsecutiveLayer
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Cache, Norm
 from ktinject.generation.cuda.projections import Step, norm_of, project, weight_of
-from ktinject.generation.layer_probes import BY_HALVES, PLAIN_OUTPUTS
 from ktinject.generation.layer_spec import AttentionSpec, GroupedAttentionSpec, LatentAttentionSpec
 from ktinject.hf import compat
 from ktinject.operators.absorbed_mla import AbsorbedMla

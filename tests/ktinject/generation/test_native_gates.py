@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 import ktinject
 from ktinject import _native
 from ktinject.generation import layer_spec, router_probes
+from ktinject.generation.attention_probes import BY_HALVES, Outputs, Turning
 from ktinject.generation.cpu.native_rotation import Rotations
 from ktinject.generation.feed_forward_spec import MoeSpec
-from ktinject.generation.layer_probes import BY_HALVES, Outputs, Turning
 from ktinject.generation.layer_spec import DecoderLayerSpec, GroupedAttentionSpec
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 from ktinject.support import Support

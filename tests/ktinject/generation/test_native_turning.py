@@ -24,11 +24,11 @@ from transformers import PreTrainedModel
 
 import ktinject
 from ktinject.generation import feed_forward_spec, layer_spec
+from ktinject.generation.attention_probes import Turning
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cpu.native_parts import UnknownLayer
 from ktinject.generation.cpu.native_rotation import Rotations
 from ktinject.generation.feed_forward_spec import MoeSpec
-from ktinject.generation.layer_probes import Turning
 from ktinject.generation.layer_spec import GroupedAttentionSpec
 from ktinject.support import Support
 from tests.models import AVAILABLE, tiny
