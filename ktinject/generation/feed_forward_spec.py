@@ -22,6 +22,8 @@ from ktinject.support import Support
 
 # What leads to a block's experts and back, as Nemotron-H calls it; identities where they are as wide as the model.
 _NARROW = ("fc1_latent_proj", "fc2_latent_proj")
+# A norm of what a block gives, within it, as A.X-K1 calls it.
+_NORM_BEHIND = "post_mlp_layernorm"
 # A router as large as DeepSeek-V3's takes a while to try.
 _routings: Memory[dict[str, Any] | Support] = Memory(most=64)
 
@@ -91,6 +93,7 @@ class MoeSpec:
     shared_gate  path of a linear layer to one value, whose sigmoid the shared output is multiplied with, or None
     narrow       paths of the linear layers to experts that are narrower than the model, and back; or none
     factors      that the routed sum is multiplied with, and then the whole
+    norm         path of what all of that is given to at last, which `layer_spec` looks at, or None
     """
 
     path: str
@@ -100,6 +103,7 @@ class MoeSpec:
     shared_gate: str | None
     narrow: tuple[str, ...] = ()
     factors: tuple[float, float] = (1.0, 1.0)
+    norm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def with_shared(spec: FeedForwardSpec, shared: DenseSpec | Support, path: str) -
         return spec
     if isinstance(shared, Support):
         return OtherFeedForward("", shared.reason)
-    if not isinstance(spec, MoeSpec) or spec.shared is not None or spec.factors != (1.0, 1.0):
+    if not isinstance(spec, MoeSpec) or spec.shared or spec.norm or spec.factors != (1.0, 1.0):
         return OtherFeedForward(
             "", f"beside {path} stands something else than an MoE block without shared experts"
         )
@@ -158,8 +162,9 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
     narrow = tuple(
         name for name in _NARROW if not isinstance(getattr(block, name, None), (nn.Identity, type(None)))
     )
+    norm = _NORM_BEHIND if _NORM_BEHIND in names else None
     if (
-        names - {*shared} - gated - {*_NARROW} != {gate, "experts"}
+        names - {*shared} - gated - {*_NARROW, _NORM_BEHIND} != {gate, "experts"}
         or len(narrow) == 1
         or len(shared) > 1
         or len(gated) > len(shared)
@@ -170,7 +175,7 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
     dense = of_dense(block.get_submodule(shared[0])) if shared else None
     if isinstance(dense, Support):
         return dense
-    found = _routing(block, gate, _plain_router(block.get_submodule(gate)), (*shared, *gated), narrow)
+    found = _routing(block, gate, _plain_router(block.get_submodule(gate)), (*shared, *gated), narrow, norm)
     if isinstance(found, Support):
         return found
     found = dict(found)
@@ -183,16 +188,24 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
         shared=None if dense is None else replace(dense, path=shared[0]),
         shared_gate="shared_expert_gate" if gated else None,
         narrow=narrow,
+        norm=norm,
     )
 
 
 def _routing(
-    block: nn.Module, name: str, router: nn.Module, shared: tuple[str, ...], narrow: tuple[str, ...]
+    block: nn.Module,
+    name: str,
+    router: nn.Module,
+    shared: tuple[str, ...],
+    narrow: tuple[str, ...],
+    norm: str | None,
 ) -> dict[str, Any] | Support:
     alone = twin.of(block)
     vars(alone)["_modules"] = {}
-    key = (key_of(alone), name, key_of(router), shared, narrow)
-    return _routings.once(key, lambda: router_probes.routing(block, name, router, *shared, narrow=narrow))
+    key = (key_of(alone), name, key_of(router), shared, narrow, norm)
+    return _routings.once(
+        key, lambda: router_probes.routing(block, name, router, *shared, narrow=narrow, norm=norm)
+    )
 
 
 def _plain_router(gate: nn.Module) -> nn.Module:

@@ -206,6 +206,11 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
     if names.shared and feed_forward is not None:
         shared = feed_forward_spec.of_dense(layer.get_submodule(names.shared))
         feed_forward = feed_forward_spec.with_shared(feed_forward, shared, names.shared)
+    if isinstance(feed_forward, MoeSpec) and feed_forward.norm is not None:
+        within = _norm_at(layer, f"{feed_forward.path}.{feed_forward.norm}")
+        if isinstance(within, Support) or norms[3] is not None:
+            return within if isinstance(within, Support) else Support.no("two norms are behind its experts")
+        norms[3] = within
     return DecoderLayerSpec(norms[0], attention, norms[1], feed_forward, residual, norms[2], norms[3])
 
 

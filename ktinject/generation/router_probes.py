@@ -29,6 +29,7 @@ def routing(
     shared_gate: str | None = None,
     *,
     narrow: Sequence[str] = (),
+    norm: str | None = None,
 ) -> dict[str, Any] | Support:
     """How a Mixture-of-Experts block chooses its experts: `RouterSpec` without its path.
 
@@ -36,6 +37,7 @@ def routing(
     router  stands for it; its own weights are not looked at
     shared  the child whose output is added, times the sigmoid of the child `shared_gate`
     narrow  children that lead to the experts and back
+    norm    the child that all of it is given to at last
     """
     parameters, buffers = dict(router.named_parameters()), dict(router.named_buffers())
     weight_path = _weight_path(router)
@@ -56,6 +58,11 @@ def routing(
         if path not in (weight_path, "bias")
     }
     given: list[tuple[Tensor, Tensor]] = []
+    before_norm: list[Tensor] = []
+
+    def normed(x: Tensor) -> Tensor:
+        before_norm.append(x)
+        return torch.sin(x + 0.3)
 
     def taken(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         given.append((ids, weights))
@@ -73,12 +80,18 @@ def routing(
         if shared_gate is not None:
             children[shared_gate] = Stub(lambda x: x[..., :1] * 0.3)
         children |= dict(zip(narrow, (Stub(torch.sin), Stub(torch.atan))))
+        if norm is not None:
+            children[norm] = Stub(normed)
         out = run_twin(block, {**children, **{path: drawn[path] for path in outer}}, x)
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found
 
     try:
         out = run(x, x.dtype)
+        if norm is not None:
+            if not before_norm or not torch.equal(out, torch.sin(before_norm[0] + 0.3).view_as(out)):
+                return Support.no(f"its {type(block).__name__} does something behind {norm}")
+            out = before_norm[0].view_as(out)
         kept = _run_narrow(run, x.bfloat16(), parameters[weight_path].dtype)
         (ids, weights), (rounded_ids, rounded) = given[0], given[-1]
         of_shared = torch.zeros_like(x)

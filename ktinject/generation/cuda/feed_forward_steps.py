@@ -95,8 +95,8 @@ def moe_step(spec: MoeSpec, module: Any) -> Step | None:
     gate, experts = module.get_submodule(spec.router.path), module.get_submodule(spec.experts)
     if shared is None or not isinstance(experts, HybridExperts):
         return None
-    if spec.router.of_block or spec.narrow or spec.factors != (1.0, 1.0):
-        return None  # the block gives its router more than x, its experts something else, or multiplies what it adds
+    if spec.router.of_block or spec.narrow or spec.norm or spec.factors != (1.0, 1.0):
+        return None  # the block gives its router more than x, its experts something else, or changes what it adds
 
     def step(hidden_states: Tensor) -> Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -138,7 +138,8 @@ class Routed:
     @classmethod
     def of(cls, spec: MoeSpec, block: Any) -> Routed | None:
         experts = block.get_submodule(spec.experts)
-        if not isinstance(experts, HybridExperts) or spec.narrow or spec.factors != (1.0, 1.0):
+        is_other = spec.narrow or spec.norm or spec.factors != (1.0, 1.0)
+        if not isinstance(experts, HybridExperts) or is_other:
             return None
         router = _GroupedRouter.of(spec.router, block.get_submodule(spec.router.path))
         by_softmax = _is_plain_softmax(spec.router) and decode_ops.routes(

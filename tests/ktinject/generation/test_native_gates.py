@@ -66,9 +66,11 @@ CASES = [
 CASES = [case for case in CASES if case[0] in AVAILABLE]
 
 
-def made(family: str, weights: str = "bf16", **changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+def made(
+    family: str, weights: str = "bf16", dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A swapped model, and the same before in fp32."""
-    model, truth = (varied(doubled(tiny(family, **changes).bfloat16())) for _ in range(2))
+    model, truth = (varied(doubled(tiny(family, **changes).bfloat16())).to(dtype) for _ in range(2))
     for one in (model, truth):
         generator = torch.Generator().manual_seed(9)
         for name, parameter in one.named_parameters():

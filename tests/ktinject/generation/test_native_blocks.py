@@ -1,0 +1,140 @@
+"""Native decode steps of A.X-K1 and Flint: a norm within a block of experts, sinks beside norms of heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_generate import prompt, stock
+from test_native_decoder import (
+    INT8_TOLERANCE,
+    assert_as_exact_as_its_own,
+    assert_same_but_for_roundings,
+    assert_same_tokens,
+)
+from test_native_gates import derived, made
+from test_native_windows import assert_native
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from ktinject.generation import feed_forward_spec, layer_spec
+from ktinject.generation.attention_probes import BY_HALVES, Turning
+from ktinject.generation.feed_forward_spec import MoeSpec
+from ktinject.generation.layer_spec import DecoderLayerSpec, GroupedAttentionSpec
+from ktinject.support import Support
+from tests.models import AVAILABLE, tiny
+
+torch.set_num_threads(1)
+# All experts are taken, so none can turn over. Windows are shorter than the texts.
+SURE: dict[str, Any] = {"num_experts_per_tok": 6}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "axk1": {**SURE, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},
+    "flint": {**SURE, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6},
+}
+FAMILIES = {name: changes for name, changes in FAMILIES.items() if name in AVAILABLE}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_are_as_exact_as_the_model_s_own(family: str) -> None:
+    assert_as_exact_as_its_own(*made(family, **FAMILIES[family]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.nightly)])
+def test_formats(weights: str, family: str) -> None:
+    assert_as_exact_as_its_own(*made(family, weights, **FAMILIES[family]), INT8_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_in_fp32(family: str) -> None:
+    assert_as_exact_as_its_own(*made(family, "int8", torch.float32, **FAMILIES[family]), INT8_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_the_stock_loop_s(family: str) -> None:
+    """Also of rows with padding on their left, and of a choice of experts."""
+    model, _ = made(family, **FAMILIES[family] | {"num_experts_per_tok": 2})
+    for batch in (3, 1):
+        assert_same_tokens(model, {**prompt(batch), "eos_token_id": None})
+        assert_native(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_turns(family: str) -> None:
+    model, _ = made(family, **FAMILIES[family])
+    cache = DynamicCache(config=model.config)
+    arguments = {**prompt(1, padding=0), "eos_token_id": None}
+    for _ in range(2):
+        found = model.generate(**arguments, past_key_values=cache)
+        assert_native(model)
+        assert_same_but_for_roundings(model, arguments, found, stock(model, **arguments))
+        ids = torch.cat([found, arguments["input_ids"]], dim=1)
+        arguments |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_tokens_of_a_text(family: str) -> None:
+    model, _ = made(family, **FAMILIES[family])
+    ids = torch.tensor([[5, 6, 7, 8] * 5])
+    arguments = {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "eos_token_id": None,
+    }  # fmt: skip
+    want = model.generate(**arguments)
+    found = model.generate(**arguments, prompt_lookup_num_tokens=3)
+    assert "lookup" in model.ktinject_decoding.last and not model.ktinject_decoding.reason
+    assert torch.equal(found, want)
+
+
+@pytest.mark.skipif("axk1" not in AVAILABLE, reason="transformers has no axk1")
+class TestNormWithinABlock:
+    def test_the_spec(self) -> None:
+        dense, spec = (layer_spec.of_layer(layer) for layer in made("axk1")[0].model.layers)
+        assert isinstance(dense, DecoderLayerSpec) and dense.feed_forward_behind is None
+        assert isinstance(spec, DecoderLayerSpec) and isinstance(spec.feed_forward, MoeSpec)
+        assert spec.feed_forward.norm == "post_mlp_layernorm"
+        assert spec.feed_forward_behind is not None
+        assert spec.feed_forward_behind.path == "mlp.post_mlp_layernorm"
+
+    @pytest.mark.parametrize(
+        "behind, why",
+        [
+            (lambda norm, x: 2 * norm(x), "its Odd does something behind post_mlp_layernorm"),
+            (lambda norm, x: x, "its Odd does something behind post_mlp_layernorm"),
+            (lambda norm, x: norm(x.square()), "its Odd does not add shared experts to routed ones"),
+        ],
+        ids=["doubled", "left out", "squared before"],
+    )
+    def test_of_another_place(self, behind: Any, why: str) -> None:
+        block = tiny("axk1").model.layers[1].mlp
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            _, weights, ids = self.gate(x)
+            found = self.experts(x.flatten(0, -2), ids, weights).view(x.shape) + self.shared_experts(x)
+            return behind(self.post_mlp_layernorm, found)
+
+        derived(block, forward)
+        found = feed_forward_spec.of_moe(block)
+        assert isinstance(found, Support) and found.reason == why
+
+    def test_that_is_none(self) -> None:
+        layer = made("axk1")[0].model.layers[1]
+        layer.mlp.post_mlp_layernorm = nn.LayerNorm(40)
+        found = layer_spec.of_layer(layer)
+        assert isinstance(found, Support) and found.reason.startswith("mlp.post_mlp_layernorm: ")
+
+
+@pytest.mark.skipif("flint" not in AVAILABLE, reason="transformers has no flint")
+class TestFlint:
+    def test_the_spec(self) -> None:
+        specs = [layer_spec.of_layer(layer) for layer in tiny("flint", **FAMILIES["flint"]).model.layers]
+        for spec, turning in zip(specs, (Turning(is_none=True), BY_HALVES)):
+            assert isinstance(spec, DecoderLayerSpec) and isinstance(spec.attention, GroupedAttentionSpec)
+            assert spec.attention.has_sinks and spec.attention.turning == turning
+
+    def test_what_from_pretrained_leaves_in_fp32(self) -> None:
+        model, truth = made("flint", **FAMILIES["flint"])
+        for module in model.modules():
+            if hasattr(module, "sinks"):
+                module.sinks = nn.Parameter(module.sinks.detach().float())
+        assert_as_exact_as_its_own(model, truth)
