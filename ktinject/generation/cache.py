@@ -19,14 +19,19 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
+from ktinject.generation import compressed
 from ktinject.generation.cache_layers import (
     BucketLayer,
     IndexedBucketLayer,
     LayerKind,
     States,
+    empty,
+    fill_rows,
+    is_compressed,
     kind_of,
     tensors_of,
 )
+from ktinject.generation.compressed import Compressed, CompressedLayer
 from ktinject.generation.cuda.decode_ops import advance
 from ktinject.generation.piecewise_graph import Stages
 from ktinject.support import SUPPORTED, Support
@@ -69,7 +74,9 @@ class KVBucket(Cache):
 
     def states_of(self, index: int) -> tuple[Tensor, ...]:
         """The states of fixed size of a layer: what a step that is repeated must find as it was."""
-        found = self._states[index]
+        layer, found = self.layers[index], self._states[index]
+        if isinstance(layer, CompressedLayer):
+            return layer.states
         return () if found is None else found[1]
 
     def keep_in_place(self, index: int | None = None) -> None:
@@ -99,6 +106,7 @@ class FixedCache:
 
     layers          of each layer, keys and values [b, h, capacity, d]; with a window, rings [b, h, up to window, d];
                     or its states of fixed size, as `cache_layers.tensors_of` has them
+    compressed      of each layer, its compressed keys; None: it has none
     kinds           of the layers
     capacity        tokens that there is room for
     mask            [b, 1, 1, capacity] bool: what the next step may attend to
@@ -138,10 +146,14 @@ class FixedCache:
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self._whole = [
-                tuple(_empty(tensor, batch, self._places_of(kind)) for tensor in tensors_of(layer))
+                tuple(empty(tensor, batch, self._places_of(kind)) for tensor in tensors_of(layer))
                 for layer, kind in zip(like.layers, self.kinds)
             ]
             self.layers = [*map(self._without_room, self._whole, self.kinds)]
+            self.compressed = [
+                None if kind.rate is None else Compressed(layer, batch, capacity)
+                for layer, kind in zip(like.layers, self.kinds)
+            ]
             self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
             self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)
             self.places = {window: torch.zeros_like(self.cache_position) for window in windows}
@@ -165,19 +177,23 @@ class FixedCache:
     @property
     def has_states(self) -> bool:
         """Whether some layer has states of fixed size, which cannot be taken back."""
-        return any(kind.is_state and held for kind, held in zip(self.kinds, self.layers))
+        return any(kind.is_state and held for kind, held in zip(self.kinds, self.layers)) or any(
+            held is not None and held.states for held in self.compressed
+        )
 
     def takes(self, cache: Cache, tokens: int) -> bool:
         """Whether there is room for so many tokens of a cache that a prefill left, and its tensors are alike."""
         return self.capacity >= tokens and all(
             [_form(tensor, kind) for tensor in held] == [_form(tensor, kind) for tensor in tensors_of(layer)]
-            for held, layer, kind in zip(self.layers, cache.layers, self.kinds)
+            and (kept is None or kept.takes(layer))
+            for held, kept, layer, kind in zip(self.layers, self.compressed, cache.layers, self.kinds)
         )
 
     @property
     def state(self) -> list[Tensor]:
         """What a step changes, beside keys and values, which it writes anew if it is repeated."""
         states = [tensor for kind, held in zip(self.kinds, self.layers) if kind.is_state for tensor in held]
+        states += [tensor for held in self.compressed if held is not None for tensor in held.states]
         return [
             self.positions,
             self.cache_position,
@@ -205,6 +221,9 @@ class FixedCache:
                     fill_rows(to[:, :, :length], held[:, :, :length])
                     # What a failed request left is not finite, which a mask does not hide.
                     to[:, :, length : self._written].zero_()
+        for layer, kept in zip(cache.layers, self.compressed):
+            if kept is not None:
+                kept.begin(layer, length, self._written)
         for whole, kind in zip(self._whole, self.kinds):
             if kind.window is not None and self.room:
                 for tensor in whole:
@@ -248,13 +267,15 @@ class FixedCache:
     def bucket(self, size: int) -> KVBucket:
         if size not in self._buckets:
             layers = []
-            for kind, held, states in zip(self.kinds, self.layers, self._states):
+            for kind, held, kept, states in zip(self.kinds, self.layers, self.compressed, self._states):
                 if states is not None:
                     layers.append(states.layer(held))
                     continue
                 place = self.cache_position if kind.window is None else self.places[kind.window]
                 tensors = [tensor[:, :, :size] for tensor in held]
-                if kind.indexed:
+                if kept is not None:
+                    layers.append(kept.layer(tensors[0], self.cache_position, place, kind.window, size))
+                elif kind.indexed:
                     layers.append(IndexedBucketLayer(tensors, self.cache_position, place, kind.window))
                 else:
                     keys, values = tensors
@@ -323,6 +344,8 @@ class FixedCache:
             for index, (whole, kind) in enumerate(zip(self._whole, self.kinds)):
                 whole = tuple(self._longer(tensor, self._places_of(kind)) for tensor in whole)
                 self._whole[index], self.layers[index] = whole, self._without_room(whole, kind)
+                if (kept := self.compressed[index]) is not None:
+                    kept.grow(self.capacity)
             self.mask = self._longer(self.mask.transpose(2, 3), self.capacity).transpose(2, 3)
             self.mask[..., last] = True
             for window, ring in self.rings.items():
@@ -335,7 +358,7 @@ class FixedCache:
         """[b, h, n, d] as [b, h, places, d]; itself if it has a state, or a ring as long as its window."""
         if places in (None, tensor.shape[2]):
             return tensor
-        longer = _empty(tensor, len(tensor), places)
+        longer = empty(tensor, len(tensor), places)
         longer[:, :, : tensor.shape[2]].copy_(tensor)
         return longer
 
@@ -357,23 +380,6 @@ def _form(tensor: Tensor, kind: LayerKind) -> tuple[Any, ...]:
     """What of a tensor does not depend on the rows and tokens."""
     shape = tensor.shape[1:] if kind.is_state else (tensor.shape[1], *tensor.shape[3:])
     return tensor.dtype, tensor.device, *shape
-
-
-def fill_rows(to: Tensor, rows: Tensor) -> None:
-    """Copy rows to the first ones of `to`, and the first of them to the others."""
-    to[: len(rows)].copy_(rows)
-    if len(rows) < len(to):
-        to[len(rows) :].copy_(rows[:1].expand_as(to[len(rows) :]))
-
-
-def _empty(like: Tensor, batch: int, capacity: int | None) -> Tensor:
-    shape = [batch, *like.shape[1:]]
-    if capacity is not None:
-        shape[2] = capacity
-    try:
-        return torch.zeros(*shape, dtype=like.dtype, device=like.device)
-    except RuntimeError as error:  # what the CPU says, or a size beyond 64 bits
-        raise torch.OutOfMemoryError(f"a cache of {capacity} tokens: {error}") from None
 
 
 def rows_of(cache: Cache) -> int:
@@ -402,7 +408,7 @@ def length_support(cache: Any, prompt: Tensor, before: int) -> Support:
     ):
         return Support.no("a layer's index has positions of its own")
     if held in (prompt.shape[1], before + prompt.shape[1]):
-        return SUPPORTED
+        return compressed.length_support(cache.layers, held)
     return Support.no(f"the cache holds {held} tokens, the prompt {prompt.shape[1]}")
 
 
@@ -411,4 +417,6 @@ def give_back(cache: DynamicCache | StaticCache) -> None:
     for layer in cache.layers:
         if kind_of(layer).is_state:
             continue  # which is small
+        if is_compressed(layer):
+            compressed.give_back(layer)
         layer.keys, layer.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import (
     Cache,
@@ -37,12 +38,15 @@ class LayerKind:
     indexed     beside keys and values, keys of an index by which attention chooses tokens; or room for them
     is_chunked  a row's tokens, less the padding before them, are cut into pieces of `window`, and a step sees its own
                 piece up to itself
+    rate        beside its window, a step sees one compressed key for each so many tokens, see compressed.py; None: it
+                sees none
     """
 
     window: int | None = None
     is_state: bool = False
     indexed: bool = False
     is_chunked: bool = False
+    rate: int | None = None
 
 
 ALL_TOKENS = LayerKind()
@@ -189,7 +193,13 @@ def kind_of(layer: Any) -> LayerKind:
     if isinstance(layer, StaticSlidingWindowLayer):
         return LayerKind(int(layer.get_max_length()))
     is_state, indexed = not isinstance(layer, CacheLayerMixin), hasattr(layer, "update_indexer")
-    return LayerKind(getattr(layer, "sliding_window", None), is_state, indexed)
+    rate = layer.compress_rate if is_compressed(layer) else None
+    return LayerKind(getattr(layer, "sliding_window", None), is_state, indexed, rate=rate)
+
+
+def is_compressed(layer: Any) -> bool:
+    """Whether a cache's layer is of a class of transformers' with compressed keys."""
+    return f"{type(layer).__module__}:{type(layer).__name__}" in compat.COMPRESSED_CACHES
 
 
 def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
@@ -207,12 +217,14 @@ def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
 
 def tensors_of(layer: Any) -> tuple[Tensor, ...]:
     """Keys and values of a cache's layer, and its index [b, 1, n, d] if it has one; or the last inputs of its
-    convolutions, and its recurrent states.
+    convolutions, and its recurrent states. Of one with compressed keys, the keys of its window, which are its values.
     """
     if kind_of(layer).is_state:
         states = States.of(layer)
         conv = (layer.conv_states[index] for index in states.conv)
         return (*conv, *(layer.recurrent_states[index] for index in states.recurrent))
+    if is_compressed(layer):
+        return (layer.keys,)
     index = getattr(layer, "indexer_keys", None)
     return (layer.keys, layer.values) if index is None else (layer.keys, layer.values, index[:, None])
 
@@ -228,7 +240,8 @@ def _is_known(cache: Any, layer: Any) -> bool:
         kind.__module__ == Cache.__module__ and kind_of(layer).is_state and States.of(layer).number == 0
     )
     is_indexed = kind.__module__ == Cache.__module__ and kind_of(layer) == LayerKind(indexed=True)
-    return kind in kinds.get(type(cache), ()) or keeps_nothing or is_indexed
+    is_ours = is_compressed(layer) and type(cache) is DynamicCache and compat.support("compressed")
+    return kind in kinds.get(type(cache), ()) or keeps_nothing or is_indexed or bool(is_ours)
 
 
 def kind_support(cache: Any) -> Support:
@@ -240,3 +253,24 @@ def kind_support(cache: Any) -> Support:
     if cache.layers and all(kind_of(layer).is_state for layer in cache.layers):
         return Support.no("no layer of the cache counts tokens")
     return SUPPORTED
+
+
+def fill_rows(to: Tensor, rows: Tensor) -> None:
+    """Copy rows to the first ones of `to`, and the first of them to the others."""
+    to[: len(rows)].copy_(rows)
+    if len(rows) < len(to):
+        to[len(rows) :].copy_(rows[:1].expand_as(to[len(rows) :]))
+
+
+def empty(like: Tensor, batch: int, places: int | None, dim: int = 2) -> Tensor:
+    """Zeros for so many rows, of the shape of a tensor but for its places along a dimension; None: it keeps these.
+
+    Raises  torch.OutOfMemoryError
+    """
+    shape = [batch, *like.shape[1:]]
+    if places is not None:
+        shape[dim] = places
+    try:
+        return torch.zeros(*shape, dtype=like.dtype, device=like.device)
+    except RuntimeError as error:  # what the CPU says, or a size beyond 64 bits
+        raise torch.OutOfMemoryError(f"a cache of {places} tokens: {error}") from None

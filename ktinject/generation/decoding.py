@@ -22,6 +22,7 @@ from ktinject.errors import OperatorError
 from ktinject.generation import continued, eligibility, loop, masks, several, step_inputs, turn_pass
 from ktinject.generation.cache import KVBucket, bucket_of
 from ktinject.generation.cache_layers import kinds_of
+from ktinject.generation.compressed import CompressedLayer, Steps
 from ktinject.generation.consecutive import OneByOne, modules_with_states
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cuda.fused import Fused
@@ -417,6 +418,7 @@ def run_model(
     """
     model = reference()
     assert model is not None
-    return loop.logits_of(model if fused is None else fused, ids, how.of(cache, model), positions, cache)[
-        :, -1
-    ]
+    runs: Any = fused
+    if runs is None:
+        runs = Steps(model) if any(isinstance(layer, CompressedLayer) for layer in cache.layers) else model
+    return loop.logits_of(runs, ids, how.of(cache, model), positions, cache)[:, -1]

@@ -26,7 +26,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ktinject.generation import cache_layers, kept_cache, masks, sampling, step_inputs, trust
+from ktinject.generation import cache_layers, compressed, kept_cache, masks, sampling, step_inputs, trust
 from ktinject.generation.graph_runner import MAX_BATCH
 from ktinject.generation.sampling import Request, Sampling
 from ktinject.hf import adapters, compat
@@ -54,8 +54,8 @@ def graph_support(model: PreTrainedModel) -> Support:
     fixed = {o.name for o in model.modules() if isinstance(o, Operator) and not o.capturable}
     if fixed:
         return Support.no(f"{', '.join(sorted(fixed))} cannot be captured")
-    if not model._can_compile_fullgraph:
-        return Support.no(f"transformers does not say that {type(model).__name__} is free of host decisions")
+    if not model._can_compile_fullgraph and not (known := compressed.model_support(model)):
+        return known
     return attention_support(model)
 
 

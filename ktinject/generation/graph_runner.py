@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import Cache
 
 from ktinject.generation import cache_rows
-from ktinject.generation.cache import FixedCache, KVBucket, bucket_of, fill_rows, rows_of
-from ktinject.generation.cache_layers import LayerKind
+from ktinject.generation.cache import FixedCache, KVBucket, bucket_of, rows_of
+from ktinject.generation.cache_layers import LayerKind, fill_rows
 from ktinject.generation.governor import Costs
 from ktinject.generation.piecewise_graph import (
     EagerStages,

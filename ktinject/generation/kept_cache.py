@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ktinject.generation import compressed
 from ktinject.generation.cache import FixedCache
-from ktinject.generation.cache_layers import ALL_TOKENS, kind_of, kind_support, tensors_of
+from ktinject.generation.cache_layers import (
+    ALL_TOKENS,
+    is_compressed,
+    kind_of,
+    kind_support,
+    tensors_of,
+)
 from ktinject.hf import compat
 from ktinject.support import SUPPORTED, Support
 
@@ -81,20 +88,24 @@ class _Before:
     """A layer of a cache as it is.
 
     tensors  its keys and values; None where they are `length` tokens with which those of the next steps begin
+    others   name → what else it has that a step replaces
     """
 
     layer: Any
     length: int
     tensors: tuple[Tensor | None, Tensor | None] | None
+    others: dict[str, Any]
 
     @classmethod
     def of(cls, layer: Any) -> _Before:
         length = layer.get_seq_length()
         is_growing = length > 0 and kind_of(layer).window is None
-        return cls(layer, length, None if is_growing else (layer.keys, layer.values))
+        others = compressed.undo_of(layer) if is_compressed(layer) else {}
+        return cls(layer, length, None if is_growing else (layer.keys, layer.values), others)
 
     def restore(self) -> None:
         layer = self.layer
+        vars(layer).update(self.others)
         if self.tensors is None:
             layer.keys, layer.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
             if getattr(layer, "indexer_keys", None) is not None:
@@ -145,7 +156,7 @@ def hand_back(cache: DynamicCache, fixed: FixedCache, length: int) -> None:
     cache   of the batch's rows, whose order is that of the first rows of `fixed`
     length  tokens; what `fixed` holds after them is of a step whose token was thrown away
     """
-    for layer, tensors, kind in zip(cache.layers, fixed.layers, fixed.kinds):
+    for layer, tensors, kept, kind in zip(cache.layers, fixed.layers, fixed.compressed, fixed.kinds):
         window = kind.window
         if kind.is_state:  # in a request of which no step is thrown away
             for to, held in zip(tensors_of(layer), tensors):
@@ -158,7 +169,10 @@ def hand_back(cache: DynamicCache, fixed: FixedCache, length: int) -> None:
             continue
         # Of a window, the next token sees one less of those before it. They lie in a ring.
         seen = torch.arange(max(0, length - window + 1), length, device=tensors[0].device) % window
-        layer.keys, layer.values = (tensor[: len(layer.keys)].index_select(2, seen) for tensor in tensors)
+        if kept is not None:
+            kept.hand_back(layer, len(layer.keys), length)
+        of_window = [tensor[: len(layer.keys)].index_select(2, seen) for tensor in tensors]
+        layer.keys, layer.values = of_window[0], of_window[-1]
         layer.cumulative_length = length
 
 

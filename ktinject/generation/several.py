@@ -360,6 +360,8 @@ def known_support(runner: GraphRunner, native: NativeDecoder | None) -> Support:
     cache = runner.cache
     if any(kind.indexed for kind in cache.kinds):
         return Support.no("a layer's index of tokens is not taken back on a GPU")
+    if any(kind.rate is not None for kind in cache.kinds):
+        return Support.no("a layer's compressed keys are not taken back")
     if any(kind.is_chunked for kind in cache.kinds):
         return Support.no("its attention is chunked, and the tokens of a step may be in two chunks")
     if cache.rings and not cache.room:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ktinject.generation import cache as caches
-from ktinject.generation import kept_cache, step_inputs
+from ktinject.generation import compressed, kept_cache, step_inputs
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest
 from ktinject.generation.graph_runner import GraphRunner
@@ -78,7 +78,11 @@ def begin(
     mask       [b, n], 0 or False for padding
     positions  [b or 1, 1] of the next token
     """
-    take_over = functools.partial(runner.begin, cache, int(cache.get_seq_length()), mask, positions)
+    length = int(cache.get_seq_length())
+    if any(kept is not None for kept in runner.cache.compressed):
+        if not (support := compressed.positions_support(positions, length)):
+            return support
+    take_over = functools.partial(runner.begin, cache, length, mask, positions)
     take_over()
     native = decoding.native
     if native is None:

@@ -8,6 +8,7 @@ What a version lacks costs the features that need it, and no others:
     generation  a swapped model generates by transformers' own loop; the reason is in its plan, in `doctor` and in
                 `model.ktinject_decoding.reason`
     candidates  for models with states, they are refused, as transformers does
+    compressed  decode steps of layers with compressed keys are transformers' own
     continued   a next turn's attention, and that of a prompt's next chunk, is transformers' own
     loading     checkpoints are refused, see `require`
     swapping    rules are refused, too
@@ -108,6 +109,12 @@ _LAYER = f"{_CACHE}:CacheLayerMixin"
 _REGISTRY = "transformers.utils.generic:GeneralInterface"
 _AUTO = "transformers.models.auto.modeling_auto:AutoModelFor"
 _STREAMED = "streamer=None, "
+_V4 = "transformers.models.deepseek_v4.modeling_deepseek_v4"
+_HCA, _CSA = f"{_V4}:DeepseekV4HCACache", f"{_V4}:DeepseekV4CSACache"
+# Layers of caches with compressed keys, the modules whose steps hide none of them, and the models that have these.
+COMPRESSED_CACHES, COMPRESSORS = frozenset({_HCA, _CSA}), frozenset({f"{_V4}:DeepseekV4HCACompressor"})
+COMPRESSED_MODELS = frozenset({f"{_V4}:DeepseekV4ForCausalLM"})
+_COMPRESS = f"(self, hidden_states, q_residual, position_ids, {CACHE}, layer_idx)"
 _ASSISTED = (
     "streamer=None, inputs_tensor=None, assistant_model=None, assistant_tokenizer=None, tokenizer=None, "
 )
@@ -265,6 +272,17 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
     "candidates": (
         Private(_GENERATION, "_validate_generation_mode", _VALIDATE, "all but its refusal of states"),
         Private(f"{_GENERATION}._validate_generation_mode", "_is_stateful", SET, "what it refuses"),
+    ),
+    "compressed": (
+        # Called by compressors, on a layer of ours.
+        *_each(_CSA, "store_compression_weights", "(self, name, kv, gate)", "tokens of a window"),
+        *_each(_CSA, "update_compressor_states", "(self, name, compressed)", "a window's key"),
+        *_each(_CSA, "update_overlap_state", "(self, name, chunk_kv, chunk_gate, head_dim)", "the window before"),
+        *_each(f"{_HCA}.__init__", "compress_rate buffer_kv buffer_gate compressed_kv entry_count", SET, "copied"),
+        *_each(f"{_CSA}.__init__", "overlap_kv overlap_gate", SET, "copied"),
+        *_each(f"{_V4}:DeepseekV4HCACompressor", "forward", _COMPRESS, "what its keys are hidden by"),
+        *_each(f"{_V4}:DeepseekV4CSACompressor", "forward", _COMPRESS, "called with a layer of ours"),
+        *_each(f"{_V4}:DeepseekV4Indexer", "forward", _COMPRESS, "called with a layer of ours"),
     ),
     "loading": (
         # From names of a checkpoint to parameters, see key_map.py.

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.distributed.process_group import ProcessGroup
-from ktinject.generation import consecutive, layer_spec
+from ktinject.generation import compressed, consecutive, layer_spec
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cuda.fused_steps import connect, step_of
 from ktinject.generation.cuda.projections import Step
@@ -99,14 +99,14 @@ class Fused:
         alone = with_states or {}
         wanted = {module for _, module, _ in steps(model)}
         wanted |= {model.get_submodule(path) for paths in alone.values() for path in paths}
-        wanted |= {*consecutive.head_of(model)}
+        wanted |= {*consecutive.head_of(model), *compressed.compressors_of(model)}
         self.twin = twin.tree(model, wanted.__contains__, without=("ktinject_decoding",))
         self._steps = {path: (module, step) for path, module, step in steps(self.twin)}
         connect(step for _, step in self._steps.values())
         self._with_states = {
             i: {path: self.twin.get_submodule(path) for path in paths} for i, paths in alone.items()
         }
-        self._head = consecutive.head_of(self.twin)
+        self._head, self._compressors = consecutive.head_of(self.twin), compressed.compressors_of(self.twin)
         self._takes_texts = {path for path, spec in specs.items() if isinstance(spec, _WITH_STATES)}
         self._layer_of = {path: _layer_index(spec) for path, spec in specs.items()}
 
@@ -127,7 +127,8 @@ class Fused:
             # Set only during the call: twin and steps would hold each other and not be freed at once.
             for path, (module, step) in steps.items():
                 vars(module)["forward"] = self._comparing(path, module, step) if checking else step
-            with consecutive.one_by_one(alone, cache), consecutive.noted(self._head, cache):
+            one_by_one = consecutive.one_by_one(alone, cache)
+            with one_by_one, consecutive.noted(self._head, cache), compressed.hiding(self._compressors):
                 outputs = self.twin(**inputs)
             self._checked |= not is_one_text
             return outputs

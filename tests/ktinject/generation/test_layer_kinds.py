@@ -33,8 +33,19 @@ TWO_KINDS = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 CHUNKS = {"attention_chunk_size": 12, "layer_types": ["chunked_attention", "full_attention"]}
 INDEX = {"index_n_heads": 32}  # of two heads, many scores are 0, and the choice among equal ones is nobody's
+# Windows of 5 and of 3 tokens, and fewer keys that an index chooses than there are; experts by the token's number.
+HEAVY, SPARSE = "heavily_compressed_attention", "compressed_sparse_attention"
+COMPRESSED = {
+    **WINDOW,
+    **INDEX,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", HEAVY, SPARSE],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "compress_rates": {HEAVY: 5, SPARSE: 3},
+}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("cohere2_moe", TWO_KINDS),
+    ("deepseek_v4", COMPRESSED),
     ("glm_moe_dsa", INDEX),  # it chooses some of the tokens
     ("gpt_oss", WINDOW),  # masks are added to scores
     ("kimi_linear", LINEAR),
@@ -63,7 +74,6 @@ ON_GPU = [
 ]
 # Of which no step can be captured, and why.
 REASONS = {
-    "deepseek_v4": "transformers does not say that DeepseekV4ForCausalLM is free of host decisions",
     "minimax": "transformers does not say that MiniMaxForCausalLM is free of host decisions",
     "zaya": "transformers does not say that ZayaForCausalLM is free of host decisions",
 }
@@ -75,6 +85,9 @@ def model_of(family: str, changes: dict[str, Any], device: str = "cpu") -> PreTr
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)  # a rounding error must not decide the next token
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # DeepSeek-V4's: token → experts
+                table.random_(6, generator=torch.Generator(device).manual_seed(1))
     # A tiny model has room for all experts on the GPU; then nothing would be handed to the CPU.
     return ktinject.optimize(
         model,
@@ -96,6 +109,18 @@ def request(batch: int, length: int, new: int, device: str = "cpu", padding: int
         "do_sample": False,
         "eos_token_id": None,
     }
+
+
+def assert_same_windows(ours: Any, theirs: Any) -> None:
+    """Of cache layers with compressed keys: what else they hold."""
+    for attribute, held in vars(theirs).items():
+        for name, wanted in held.items() if isinstance(held, dict) else ():
+            found, where = getattr(ours, attribute)[name], f"{attribute}[{name!r}]"
+            if not isinstance(wanted, Tensor):
+                assert found == wanted or (found, wanted) == (None, None), where
+                continue
+            assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), where
+            assert (found - wanted).norm() <= 1e-3 * wanted.norm(), where
 
 
 class HostDecisions(TorchDispatchMode):
@@ -140,6 +165,7 @@ def test_steps_on_a_graph_s_tensors(family: str, changes: dict[str, Any]) -> Non
             for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=True):
                 # Other sums of a prompt may round bf16 inputs of experts the other way.
                 assert a.shape == b.shape and (a - b).norm() <= 1e-3 * b.norm()
+            assert_same_windows(ours, theirs)
         ids = torch.cat([found, ids[:, :5]], dim=1)
     runner = decoding.runners[2]
     view = runner.cache.bucket(runner.cache.capacity)
