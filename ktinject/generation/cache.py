@@ -34,7 +34,7 @@ from ktinject.generation.cache_layers import (
 from ktinject.generation.compressed import Compressed, CompressedLayer
 from ktinject.generation.cuda.decode_ops import advance
 from ktinject.generation.piecewise_graph import Stages
-from ktinject.support import SUPPORTED, Support
+from ktinject.support import Support
 
 _SMALLEST_BUCKET = 256
 

@@ -1,4 +1,4 @@
-"""Layers with compressed keys: beside a window of tokens, they keep one key for each `rate` tokens, as DeepSeek-V4 does.
+"""Layers with compressed keys: beside a window of tokens, they keep one key for each `rate` tokens (DeepSeek-V4).
 
 transformers' cache layers grow with each step. Here, a layer's tensors stay where they are:
 
@@ -195,7 +195,9 @@ class Compressed:
                 fill_rows(part.overlap_kv, kv)
                 fill_rows(part.overlap_gate, gate)
 
-    def layer(self, keys: Tensor, cache_position: Tensor, place: Tensor, window: int, size: int) -> CompressedLayer:
+    def layer(
+        self, keys: Tensor, cache_position: Tensor, place: Tensor, window: int | None, size: int
+    ) -> CompressedLayer:
         """What a step sees of it, of which so many tokens have room in its bucket.
 
         keys, cache_position, place, window  as `CompressedLayer` takes them
@@ -248,13 +250,17 @@ def length_support(layers: Sequence[Any], tokens: int) -> Support:
         complete, begun = divmod(tokens, layer.compress_rate)
         for name, buffer in layer.buffer_kv.items():
             count, keys = layer.entry_count[name], layer.compressed_kv[name]
-            if buffer is None or keys is None or (count, keys.shape[1], buffer.shape[1]) != (complete, complete, begun):
+            if (
+                buffer is None
+                or keys is None
+                or (count, keys.shape[1], buffer.shape[1]) != (complete, complete, begun)
+            ):
                 return Support.no(f"layer {index}: its compressed keys are not those of {tokens} tokens")
     return SUPPORTED
 
 
 def positions_support(positions: Tensor | None, tokens: int) -> Support:
-    """Whether the next token's positions, [b or 1, 1], are none that a window beyond the cache's tokens is seen from."""
+    """Whether no next token's position, [b or 1, 1], shows windows that the cache has no tokens of."""
     if positions is None or not bool((positions > tokens).any()):
         return SUPPORTED
     return Support.no(f"a token behind {tokens} has a greater position, by which compressed keys are chosen")
@@ -265,13 +271,17 @@ def model_support(model: nn.Module) -> Support:
 
     It says so of no model with compressed keys, whose caches have no static form there.
     """
-    if not any(f"{base.__module__}:{base.__name__}" in compat.COMPRESSED_MODELS for base in type(model).__mro__):
+    if not any(
+        f"{base.__module__}:{base.__name__}" in compat.COMPRESSED_MODELS for base in type(model).__mro__
+    ):
         return Support.no(f"transformers does not say that {type(model).__name__} is free of host decisions")
     if not (known := compat.support("compressed")):
         return known
     config: Any = model.config
     if config._attn_implementation != "eager":
-        return Support.no(f"attention runs as {config._attn_implementation!r}, which hides no compressed keys")
+        return Support.no(
+            f"attention runs as {config._attn_implementation!r}, which hides no compressed keys"
+        )
     kinds = {parameters["rope_type"] for parameters in config.rope_parameters.values()}
     if odd := kinds - {*_ROTATIONS}:
         return Support.no(f"positions turn by rope_type {odd.pop()!r}, which may depend on a text's length")
@@ -298,7 +308,9 @@ def hiding(compressors: Sequence[nn.Module]) -> Iterator[None]:
                 vars(module)["forward"] = forward
 
 
-def _hiding(forward: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _hiding(
+    forward: Callable[..., tuple[Tensor, Tensor | None]],
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def run(
         hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, cache: Any, layer_idx: int
     ) -> tuple[Tensor, Tensor | None]:

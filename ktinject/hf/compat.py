@@ -277,8 +277,12 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         # Called by compressors, on a layer of ours.
         *_each(_CSA, "store_compression_weights", "(self, name, kv, gate)", "tokens of a window"),
         *_each(_CSA, "update_compressor_states", "(self, name, compressed)", "a window's key"),
-        *_each(_CSA, "update_overlap_state", "(self, name, chunk_kv, chunk_gate, head_dim)", "the window before"),
-        *_each(f"{_HCA}.__init__", "compress_rate buffer_kv buffer_gate compressed_kv entry_count", SET, "copied"),
+        *_each(
+            _CSA, "update_overlap_state", "(self, name, chunk_kv, chunk_gate, head_dim)", "the window before"
+        ),
+        *_each(
+            f"{_HCA}.__init__", "compress_rate buffer_kv buffer_gate compressed_kv entry_count", SET, "copied"
+        ),
         *_each(f"{_CSA}.__init__", "overlap_kv overlap_gate", SET, "copied"),
         *_each(f"{_V4}:DeepseekV4HCACompressor", "forward", _COMPRESS, "what its keys are hidden by"),
         *_each(f"{_V4}:DeepseekV4CSACompressor", "forward", _COMPRESS, "called with a layer of ours"),
