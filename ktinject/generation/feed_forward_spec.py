@@ -14,6 +14,7 @@ from torch import nn
 
 from ktinject.generation import layer_probes, router_probes
 from ktinject.generation.cpu import openmp
+from ktinject.generation.layer_probes import PLAIN, Gating
 from ktinject.operators import Operator
 from ktinject.operators.cpu_router import CpuRouter
 from ktinject.operators.probes import twin
@@ -26,6 +27,7 @@ _NARROW = ("fc1_latent_proj", "fc2_latent_proj")
 _NORM_BEHIND = "post_mlp_layernorm"
 # A router as large as DeepSeek-V3's takes a while to try.
 _routings: Memory[dict[str, Any] | Support] = Memory(most=64)
+_gatings: Memory[Gating | Support] = Memory(most=64)
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,14 @@ class RouterSpec:
 class DenseSpec:
     """down_proj(silu(gate_proj(x)) · up_proj(x)); or, without a gate, down_proj(relu(up_proj(x))²).
 
-    names  of gate, up and down; of one layer that gives both gate and up, one behind the other, and of down; or of up
-           and down
+    names   of gate, up and down; of one layer that gives both gate and up, one behind the other, and of down; or of up
+            and down
+    gating  limits of gate and up, and what else there is beside their product
     """
 
     path: str
     names: tuple[str, ...] = layer_probes.GATED_UNITS[0]
+    gating: Gating = PLAIN
 
     @property
     def has_gate(self) -> bool:
@@ -148,8 +152,12 @@ def of_dense(module: nn.Module) -> DenseSpec | Support:
         support = layer_probes.is_plain_squared_relu(module, plain)
         return DenseSpec("", plain) if support else support
     names = names or units[0]
-    support = layer_probes.is_gated_silu(module, names)
-    return DenseSpec("", names) if support else support
+    alone = twin.of(module)
+    vars(alone)["_modules"] = {}
+    others = [(name, key_of(child)) for name, child in module.named_children() if name not in names]
+    key = (key_of(alone), names, *others, {*names} <= children)
+    gating = _gatings.once(key, lambda: layer_probes.gating(module, names))
+    return gating if isinstance(gating, Support) else DenseSpec("", names, gating)
 
 
 @openmp.one_thread()

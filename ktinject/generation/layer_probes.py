@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktinject.hf import compat
-from ktinject.operators.probes import twin
+from ktinject.operators.probes import experts, twin
 from ktinject.operators.probes.answer import refusal_of
 from ktinject.operators.probes.attention import GIVEN
 from ktinject.support import SUPPORTED, Support
@@ -26,6 +28,7 @@ GATED_UNITS: tuple[tuple[str, ...], ...] = (
     ("gate_proj", "up_proj", "down_proj"),
     ("w1", "w3", "w2"),
     ("input_linear", "output_linear"),
+    ("gate_up_proj", "down_proj"),
 )
 # And up and down of one without a gate.
 PLAIN_UNIT = ("up_proj", "down_proj")
@@ -169,28 +172,46 @@ def _times(found: Any, factor: float) -> Any:
     return (found[0] * factor, *found[1:]) if isinstance(found, tuple) else found * factor
 
 
-def is_gated_silu(module: nn.Module, names: Sequence[str]) -> Support:
-    """Whether a module is down(silu(gate(x)) · up(x)).
+@dataclass(frozen=True)
+class Gating:
+    """What is made of gate and up: silu(min(gate, gate_max)) · (clamp(up, -up_limit, up_limit) + up_offset), where
+    silu(x) = x · sigmoid(alpha · x).
+    """
+
+    alpha: float = 1.0
+    gate_max: float = inf
+    up_limit: float = inf
+    up_offset: float = 0.0
+
+
+PLAIN = Gating()
+
+
+def gating(module: nn.Module, names: Sequence[str]) -> Gating | Support:
+    """What a module makes of gate and up, if it is a gated unit with SiLU.
 
     names  of gate, up and down, or of one that gives gate and up, one behind the other, and of down
     """
-    parts = (
-        (torch.sin, torch.cos, torch.tanh)
-        if len(names) == 3
-        else (lambda x: torch.cat([torch.sin(x), torch.cos(x)], -1), torch.tanh)
-    )
-    children = dict(zip(names, map(Stub, parts), strict=True))
-    if not children.keys() <= {name for name, _ in module.named_children()}:
+    if not {*names} <= {name for name, _ in module.named_children()}:
         return Support.no(f"its {type(module).__name__} has no {', '.join(names[:-1])} and {names[-1]}")
-    x = 3 * random(ROWS, 16)
+    x = random(ROWS, 16).double()
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        given = (gate, up) if len(names) == 3 else (torch.cat([gate, up], -1),)
+        first = [Stub(lambda of, value=value: value + (of - x).abs().sum()) for value in given]
+        # Not linear, so that what is done to its output would show.
+        last = Stub(lambda h: h.sign() * h.abs().log1p())
+        out: Tensor = run_twin(module, dict(zip(names, [*first, last], strict=True)), x)
+        return out.sign() * out.abs().expm1()
+
     try:
-        found = run_twin(module, children, x)
+        with twin.on_cpu():
+            found = experts.of_gate(module, gated)
     except Exception as error:
         return refusal_of(error)
-    want = torch.tanh(functional.silu(torch.sin(x)) * torch.cos(x))
-    if isinstance(found, Tensor) and torch.allclose(found, want, atol=1e-5):
-        return SUPPORTED
-    return Support.no(f"its {type(module).__name__} is no gated unit with SiLU")
+    if isinstance(found, Support) or found.activation != "silu":
+        return Support.no(f"its {type(module).__name__} is no gated unit with SiLU")
+    return Gating(found.alpha, found.gate_max, found.up_limit, found.up_offset)
 
 
 def is_plain_squared_relu(module: nn.Module, names: Sequence[str]) -> Support:

@@ -476,11 +476,21 @@ void def_attention(nb::module_& m) {
 
 void def_feed_forward(nb::module_& m) {
   nb::class_<decode::FeedForward>(m, "DecoderFeedForward", "What follows the attention of a layer.");
-  nb::class_<decode::GatedUnit, decode::FeedForward>(m, "GatedUnit",
-                                                     "down(silu(gate(x)) * up(x)); without up, gate gives both.")
-      .def(nb::init<const gemm::Linear&, const gemm::Linear*, const gemm::Linear&>(), nb::arg("gate"),
-           nb::arg("up").none(), nb::arg("down"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-           nb::keep_alive<1, 4>());
+  nb::class_<decode::GatedUnit, decode::FeedForward>(
+      m, "GatedUnit",
+      "down(silu(min(gate(x), gate_max)) * (clamp(up(x), -up_limit, up_limit) + up_offset)), silu(x) = x * "
+      "sigmoid(alpha * x); without up, gate gives both.")
+      .def(
+          "__init__",
+          [](decode::GatedUnit* self, const gemm::Linear& gate, const gemm::Linear* up, const gemm::Linear& down,
+             float alpha, float gate_max, float up_limit, float up_offset) {
+            if (!(up_limit >= 0)) throw std::invalid_argument("feed-forward: up_limit must not be negative");
+            new (self) decode::GatedUnit(gate, up, down, {alpha, gate_max, up_limit, up_offset});
+          },
+          nb::arg("gate"), nb::arg("up").none(), nb::arg("down"), nb::kw_only(), nb::arg("alpha") = 1.0f,
+          nb::arg("gate_max") = std::numeric_limits<float>::infinity(),
+          nb::arg("up_limit") = std::numeric_limits<float>::infinity(), nb::arg("up_offset") = 0.0f,
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
   nb::class_<decode::PlainUnit, decode::FeedForward>(m, "PlainUnit", "down(relu(up(x))²).")
       .def(nb::init<const gemm::Linear&, const gemm::Linear&>(), nb::arg("up"), nb::arg("down"), nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 3>());

@@ -11,6 +11,8 @@
 // Weights belong to others: packed ones to Linear and Experts, the rest to the model. A decoder only points to them.
 #pragma once
 
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -30,17 +32,30 @@ class FeedForward {
   virtual void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const = 0;
 };
 
-// down(silu(gate(x)) * up(x)); without `up`, gate gives both, one behind the other.
+// g and u of a gated unit: silu(min(g, gate_max)) * (clamp(u, -up_limit, up_limit) + up_offset), where silu(x) is
+// x * sigmoid(alpha * x).
+struct Gating {
+  float alpha = 1;
+  float gate_max = std::numeric_limits<float>::infinity(), up_limit = std::numeric_limits<float>::infinity();
+  float up_offset = 0;
+
+  bool is_plain() const { return alpha == 1.0f && std::isinf(gate_max) && std::isinf(up_limit) && up_offset == 0.0f; }
+};
+
+// down(silu(gate(x)) * up(x)), gated as above; without `up`, gate gives both, one behind the other.
 class GatedUnit final : public FeedForward {
  public:
-  GatedUnit(const gemm::Linear& gate, const gemm::Linear* up, const gemm::Linear& down);
+  GatedUnit(const gemm::Linear& gate, const gemm::Linear* up, const gemm::Linear& down, Gating gating = {});
   bool fits(int hidden) const override;
   void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
 
  private:
   int inner() const { return down_.config().in_features; }
+  // gate [count] *= up [count], as `gating_` has it; both are rounded.
+  void multiply(float* gate, float* up, int count, DType dtype) const;
 
   const gemm::Linear &gate_, *up_, &down_;
+  Gating gating_;
 };
 
 // down(relu(up(x))²)

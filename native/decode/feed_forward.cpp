@@ -18,8 +18,8 @@ constexpr int kExpertsOfTask = 16;
 
 }  // namespace
 
-GatedUnit::GatedUnit(const gemm::Linear& gate, const gemm::Linear* up, const gemm::Linear& down)
-    : gate_(gate), up_(up), down_(down) {
+GatedUnit::GatedUnit(const gemm::Linear& gate, const gemm::Linear* up, const gemm::Linear& down, Gating gating)
+    : gate_(gate), up_(up), down_(down), gating_(gating) {
   if (gate.config().out_features != inner() * (up == nullptr ? 2 : 1) ||
       (up != nullptr && up->config().out_features != inner()))
     throw std::invalid_argument("feed-forward: gate, up and down do not fit together");
@@ -51,9 +51,32 @@ void GatedUnit::forward(const float* x, DType dtype, int batch, const uint8_t* /
   }
   ops.round(gate, count, dtype);
   ops.round(up, count, dtype);
-  ops.gate_up(gate, up, count, dtype);
+  if (gating_.is_plain()) ops.gate_up(gate, up, count, dtype);
+  else multiply(gate, up, count, dtype);
   down_.forward(gate, DType::f32, batch, out);
   ops.round(out, batch * down_.config().out_features, dtype);
+}
+
+void GatedUnit::multiply(float* gate, float* up, int count, DType dtype) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  for (int i = 0; i < count; ++i) {  // NaN stays NaN
+    gate[i] = gate[i] > gating_.gate_max ? gating_.gate_max : gate[i];
+    float value = up[i] > gating_.up_limit ? gating_.up_limit : up[i];
+    value = value < -gating_.up_limit ? -gating_.up_limit : value;
+    up[i] = value + gating_.up_offset;
+  }
+  ops.round(up, count, dtype);
+  if (gating_.alpha == 1.0f) return ops.gate_up(gate, up, count, dtype);
+  const runtime::Scratch factors(static_cast<size_t>(count));
+  float* factor = factors + 0;
+  for (int i = 0; i < count; ++i) factor[i] = gate[i] * gating_.alpha;
+  ops.round(factor, count, dtype);
+  ops.sigmoid(factor, count);
+  ops.round(factor, count, dtype);
+  for (int i = 0; i < count; ++i) gate[i] *= factor[i];
+  ops.round(gate, count, dtype);
+  for (int i = 0; i < count; ++i) gate[i] *= up[i];
+  ops.round(gate, count, dtype);
 }
 
 PlainUnit::PlainUnit(const gemm::Linear& up, const gemm::Linear& down) : up_(up), down_(down) {

@@ -84,6 +84,18 @@ def probe(module: nn.Module) -> ExpertsSpec | Support:
         return refusal_of(error, "its forward fails on a small copy of itself")
 
 
+def of_gate(module: nn.Module, gate: Gate) -> ExpertsSpec | Support:
+    """What a module makes of gate and up. Only activation, alpha, gate_max, up_limit and up_offset of it count.
+
+    gate    computes that of [m, n] each in fp64
+    Raises  whatever it raises
+    """
+    blank = ExpertsSpec(1, 1, 3, True, False, False, True, "identity", 1.0, inf, inf, 0.0)
+    spec = _fit(module, blank, gate)
+    off = inf if spec is None else _gate_difference(spec, gate)
+    return spec if spec is not None and _TOLERANCE.allows(off) else _other_gate(off)
+
+
 def parameter_shapes(spec: ExpertsSpec) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the module's parameters."""
     e, h, i = spec.num_experts, spec.hidden_size, spec.intermediate_size
@@ -244,10 +256,7 @@ def _arithmetic(module: nn.Module, layout: ExpertsSpec) -> ExpertsSpec | Support
     spec = _fit(module, small, gate)
     off = inf if spec is None else _gate_difference(spec, gate)
     if spec is None or not _TOLERANCE.allows(off):
-        return Support.no(
-            "its gate is none of act(min(gate, a)) * (clamp(up, -b, b) + c), with act one of "
-            f"{', '.join(ACTIVATIONS)}: max difference {off:.1e} from the closest"
-        )
+        return _other_gate(off)
     apply_gate = getattr(module, "_apply_gate", None)
     if spec.has_gate and apply_gate is not None:
         # Eager forward may spell the gate out; transformers' other implementations call _apply_gate instead.
@@ -262,6 +271,13 @@ def _arithmetic(module: nn.Module, layout: ExpertsSpec) -> ExpertsSpec | Support
         num_experts=layout.num_experts,
         hidden_size=layout.hidden_size,
         intermediate_size=layout.intermediate_size,
+    )
+
+
+def _other_gate(off: float) -> Support:
+    return Support.no(
+        "its gate is none of act(min(gate, a)) * (clamp(up, -b, b) + c), with act one of "
+        f"{', '.join(ACTIVATIONS)}: max difference {off:.1e} from the closest"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -80,4 +81,4 @@ def _unit(module: Any, spec: DenseSpec) -> Any:
     first, *up, down = (linear(module, name) for name in spec.names)
     if not spec.has_gate:
         return _native.PlainUnit(first, down)
-    return _native.GatedUnit(first, up[0] if up else None, down)
+    return _native.GatedUnit(first, up[0] if up else None, down, **asdict(spec.gating))

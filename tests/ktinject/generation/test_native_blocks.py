@@ -1,4 +1,6 @@
-"""Native decode steps of A.X-K1 and Flint: a norm within a block of experts, sinks beside norms of heads."""
+"""Native decode steps of A.X-K1, Flint and MiniMax-M3: a norm within a block of experts, sinks beside norms of heads,
+limits of gate and up.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ from test_native_decoder import (
     assert_same_tokens,
 )
 from test_native_gates import derived, made
+from test_native_kimi import linear
 from test_native_windows import assert_native
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import DynamicCache
 
-from ktinject.generation import feed_forward_spec, layer_spec
+from ktinject import _native
+from ktinject.generation import feed_forward_spec, layer_probes, layer_spec
 from ktinject.generation.attention_probes import BY_HALVES, Turning
-from ktinject.generation.feed_forward_spec import MoeSpec
+from ktinject.generation.feed_forward_spec import DenseSpec, MoeSpec
+from ktinject.generation.layer_probes import Gating
 from ktinject.generation.layer_spec import DecoderLayerSpec, GroupedAttentionSpec
 from ktinject.support import Support
 from tests.models import AVAILABLE, tiny
@@ -31,6 +37,7 @@ SURE: dict[str, Any] = {"num_experts_per_tok": 6}
 FAMILIES: dict[str, dict[str, Any]] = {
     "axk1": {**SURE, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},
     "flint": {**SURE, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6},
+    "minimax_m3_vl_text": {**SURE, "mlp_layer_types": ["dense", "sparse"]},
 }
 FAMILIES = {name: changes for name, changes in FAMILIES.items() if name in AVAILABLE}
 
@@ -138,3 +145,93 @@ class TestFlint:
             if hasattr(module, "sinks"):
                 module.sinks = nn.Parameter(module.sinks.detach().float())
         assert_as_exact_as_its_own(model, truth)
+
+
+class Unit(nn.Module):
+    """down(function(gate(x), up(x))), both of one linear layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(40, 48, bias=False), nn.Linear(24, 40, bias=False)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down_proj(self.function(*self.gate_up_proj(x).chunk(2, -1)))
+        return found
+
+
+OAI = Gating(1.702, 7.0, 7.0, 1.0)
+GATINGS = [
+    (lambda g, u: functional.silu(g) * u, Gating()),
+    (lambda g, u: functional.silu(g.clamp(max=7.0)) * u.clamp(-5.0, 5.0), Gating(1.0, 7.0, 5.0)),
+    (lambda g, u: (u.clamp(-7, 7) + 1) * g.clamp(max=7) * torch.sigmoid(1.702 * g.clamp(max=7)), OAI),
+]
+
+
+class TestGating:
+    @pytest.mark.parametrize("function, gating", GATINGS, ids=lambda value: str(value)[-40:])
+    def test_of_units(self, function: Any, gating: Gating) -> None:
+        assert feed_forward_spec.of_dense(Unit(function)) == DenseSpec(
+            "", ("gate_up_proj", "down_proj"), gating
+        )
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda g, u: functional.gelu(g) * u,
+            lambda g, u: functional.silu(u) * g,
+            lambda g, u: functional.silu(g) * u.clamp(-7.0, 9.0),
+            lambda g, u: functional.silu(g.clamp(min=-7.0)) * u,
+            lambda g, u: 0.9 * functional.silu(g) * u,
+        ],
+        ids=["gelu", "exchanged", "other limits", "another limit", "a factor"],
+    )
+    def test_of_others(self, function: Any) -> None:
+        found = feed_forward_spec.of_dense(Unit(function))
+        assert isinstance(found, Support) and found.reason == "its Unit is no gated unit with SiLU"
+
+    def test_of_something_behind(self) -> None:
+        class Capped(Unit):
+            def forward(self, x: Tensor) -> Tensor:
+                return 0.5 * super().forward(x)
+
+        found = layer_probes.gating(Capped(GATINGS[0][0]), ("gate_up_proj", "down_proj"))
+        assert isinstance(found, Support)
+
+    @pytest.mark.skipif("minimax_m3_vl_text" not in FAMILIES, reason="transformers has no MiniMax-M3")
+    def test_of_minimax_m3(self) -> None:
+        layers = tiny("minimax_m3_vl_text", **FAMILIES["minimax_m3_vl_text"]).model.layers
+        dense, spec = (layer_spec.of_layer(layer) for layer in layers)
+        gating = Gating(1.702, 1.5, 1.5, 1.0)
+        assert isinstance(dense, DecoderLayerSpec) and isinstance(dense.feed_forward, DenseSpec)
+        assert dense.feed_forward.gating == gating
+        assert isinstance(spec, DecoderLayerSpec) and isinstance(spec.feed_forward, MoeSpec)
+        assert spec.feed_forward.shared is not None and spec.feed_forward.shared.gating == gating
+        assert spec.feed_forward.factors == (2.0, 1.0)
+
+    @pytest.mark.parametrize("gating", [one for _, one in GATINGS], ids=str)
+    def test_the_formula(self, gating: Gating) -> None:
+        """In fp32, as tensors give it."""
+        (both, w_both), (down, w_down) = linear(48, 40), linear(40, 24)
+        decoder = _native.Decoder(40, "float32")
+        decoder.add(None, None, None, _native.GatedUnit(both, None, down, **vars(gating)))
+        x = 8 * torch.randn(3, 40, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+        gate, up = (x @ w_both.T).chunk(2, -1)
+        assert (gate > 7).any() and (up < -7).any()
+        gate = gate.clamp(max=gating.gate_max)
+        h = (
+            gate
+            * (gating.alpha * gate).sigmoid()
+            * (up.clamp(-gating.up_limit, gating.up_limit) + gating.up_offset)
+        )
+        found = torch.empty_like(x)
+        decoder.forward(
+            x=x, cos=None, sin=None, mask=None, position=0, first=0, last=1, final_norm=None, out=found,
+            cache=_native.DecoderCache([torch.empty(1, 1, 1)], [torch.empty(1, 1, 1)]),
+        )  # fmt: skip
+        torch.testing.assert_close(found - x, h @ w_down.T, rtol=2e-2, atol=0.2)
+
+    def test_a_limit_below_zero(self) -> None:
+        (both, _), (down, _) = linear(48, 40), linear(40, 24)
+        with pytest.raises(ValueError, match="up_limit must not be negative"):
+            _native.GatedUnit(both, None, down, up_limit=-1.0)
