@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ktinject.generation import cache as caches
 from ktinject.generation import compressed, kept_cache, step_inputs
+from ktinject.generation.cpu.native_decoder import TRIES
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest
 from ktinject.generation.graph_runner import GraphRunner
@@ -88,13 +90,13 @@ def begin(
     if native is None:
         return SUPPORTED
     native.refresh()
-    last = logits
+    # The likeliest ones, not what a greedy text would go on with: that may be one token again and again, and of experts
+    # that tie behind it, all tries would take the same.
+    tokens = itertools.cycle(logits.topk(min(TRIES, logits.shape[-1])).indices.split(1, dim=-1))
 
     def step() -> None:
-        nonlocal last
-        runner.put(last.argmax(-1, keepdim=True))
+        runner.put(next(tokens))
         runner.step()
-        last = runner.found.clone()
 
     native.prove(step, take_over)
     return native.support

@@ -37,7 +37,7 @@ logger = logging.getLogger("ktinject")
 # activations in int8 make larger.
 _TOLERANCE = 3e-2
 # Steps that a layer may differ in: of two experts that tie, both are right.
-_TRIES = 4
+TRIES = 4
 
 
 class _Call:
@@ -89,7 +89,7 @@ class NativeDecoder:
         except UnknownLayer as error:
             self.support = Support.no(str(error))
             return
-        self._unproven = dict.fromkeys(range(len(self._layers)), _TRIES)  # layer → tries left
+        self._unproven = dict.fromkeys(range(len(self._layers)), TRIES)  # layer → tries left
 
     @property
     def masks(self) -> Masks:
@@ -151,7 +151,7 @@ class NativeDecoder:
         step    makes a step on a request's cache, each time with other tokens
         again   puts the cache back to what it was before
         """
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             if self.is_proven or not self.support:
                 return
             step()

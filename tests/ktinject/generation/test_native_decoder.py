@@ -15,7 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 import ktinject
 from ktinject import OperatorError
 from ktinject.generation import masks
-from ktinject.generation.cpu.native_decoder import NativeDecoder
+from ktinject.generation.cpu import native_decoder
+from ktinject.generation.cpu.native_decoder import TRIES, NativeDecoder
 from ktinject.generation.decoding import run_model
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.operators.offload import submits
@@ -211,6 +212,30 @@ def assert_same_but_for_roundings(
                 )
             gap = logits[theirs[row, at]] - logits[ours[row, at]]
             assert gap.abs() <= 2 * TOLERANCE * logits.abs().max(), f"row {row}, token {at}: {gap}"
+
+
+def test_each_try_reads_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that would repeat one token, behind which a layer differs, as where two experts tie."""
+    model = sure("qwen3_moe")
+    with torch.no_grad():  # all tokens mean the same, so one is always the likeliest
+        model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight[:1].clone())
+    tried: list[int] = []
+    agreement, forward = native_decoder._agreement, NativeDecoder.__call__
+
+    def step(self: NativeDecoder, ids: Tensor, *rest: Any) -> Tensor:
+        if not self.is_proven:
+            tried.append(int(ids[0, 0]))
+        return forward(self, ids, *rest)
+
+    def differs_behind_the_token(ours: Tensor, theirs: Tensor, x: Tensor) -> Any:
+        is_tie = tried[-1] == tried[0] and x.any()  # of a layer, not of the last norm
+        return native_decoder.Support.no("tie") if is_tie else agreement(ours, theirs, x)
+
+    monkeypatch.setattr(NativeDecoder, "__call__", step)
+    monkeypatch.setattr(native_decoder, "_agreement", differs_behind_the_token)
+    model.generate(**prompt(1, padding=0), do_sample=False)
+    assert 1 < len(set(tried)) == len(tried) <= TRIES
+    assert model.ktinject_decoding.last == "native loop", model.ktinject_decoding.reason
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "minimax_m2"])
