@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=64, help="tokens of a recorded request; of an eager one, a quarter"
     )
+    parser.add_argument("--depth", type=int, default=0, help="tokens of the prompt before them")
     parser.add_argument("-r", "--repetitions", type=int, default=3)
     parser.add_argument("--device", help="instead of the first GPU, such as cpu")
     parser.add_argument("--kernels", action="store_true", help="GPU kernels of a step, the longest first")
@@ -122,7 +123,7 @@ def _build(config: Any, device: str | None, variables: list[str], asked: list[st
 
 
 def _measure(model: Any, shape: str, config: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    found = benchmark.decode(model, arguments.steps, arguments.repetitions)
+    found = benchmark.decode(model, arguments.steps, arguments.repetitions, depth=arguments.depth)
     decoding = model.ktinject_decoding
     how, why = decoding.last, decoding.reason
     where = benchmark.profile(model) if arguments.kernels and model.device.type == "cuda" else None
@@ -130,7 +131,7 @@ def _measure(model: Any, shape: str, config: Any, arguments: argparse.Namespace)
     guesses = f"guesses {right / asked:.2f} right, " if asked else ""
     counter = Counter(model)
     read = counter.of_a_step(model)
-    eager = benchmark.decode(model, max(4, arguments.steps // 4), 1)
+    eager = benchmark.decode(model, max(4, arguments.steps // 4), 1, depth=arguments.depth)
     counter.remove()
     read += sum(module.native.bytes for module in model.modules() if isinstance(module, CpuLinear))
     bandwidth = statistics.median(_native.read_bandwidth(256 << 20) for _ in range(3))

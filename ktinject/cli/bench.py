@@ -65,6 +65,10 @@ def command(
             help="Write N tokens; lists and ranges as for -p; may be repeated.",
         ),
     ] = None,
+    depth: Annotated[
+        int,
+        typer.Option("-d", "--depth", metavar="N", min=0, help="Write behind a prompt of N tokens and one."),
+    ] = 0,
     repetitions: Annotated[
         int, typer.Option("-r", "--repetitions", metavar="N", min=1, help="Measure each test N times.")
     ] = 5,
@@ -131,6 +135,11 @@ def command(
             options.check_writable(trace, "--trace")
         prompts, writes = options.parse_counts(prompt, "-p"), options.parse_counts(write, "-n")
         is_default = prompts is None and writes is None
+        if depth and (not writes or (prompts and llama_bench is not None)):
+            raise PlanError(
+                "--depth is for -n: give it numbers of tokens to write"
+                + (", and leave -p out: llama-bench reads prompts at that depth, too." if writes else ".")
+            )
         if not (is_default or prompts or writes or breakdown or trace):
             raise PlanError("-p and -n: no test is left. Give one of them a number other than 0.")
         options.load_plugins(plugins)
@@ -140,10 +149,10 @@ def command(
         if is_default:
             prompts = [count for count in (512, 2048) if count <= evaluate.longest_text(config)]
             writes = [128]
-        benchmark.check_lengths(config, prompts or [], writes or [])
+        benchmark.check_lengths(config, prompts or [], writes or [], depth)
         with options.one_voice(tp) as first:
             title, swapped = _load(model, shape, layers, rules, variables, device, budget, tp, ignore)
-            found = benchmark.run(swapped, prompts or [], writes or [], repetitions, batch)
+            found = benchmark.run(swapped, prompts or [], writes or [], repetitions, batch, depth)
             where = (
                 benchmark.profile(swapped, batch=batch, trace=trace if first else None)
                 if breakdown or trace
@@ -156,7 +165,9 @@ def command(
         if llama_bench is not None:
             del swapped
             assert gguf is not None
-            rows += llama_rows(llama_bench, gguf, prompts or [], writes or [], repetitions, on_gpu)
+            rows += llama_rows(
+                llama_bench, gguf, prompts or [], writes or [], repetitions, on_gpu, depth=depth
+            )
         _show(rows, where if breakdown else None, output)
 
 
@@ -237,6 +248,7 @@ def llama_rows(
     repetitions: int,
     on_gpu: bool = True,
     options: Sequence[str] = (),
+    depth: int = 0,
 ) -> list[dict[str, Any]]:
     """llama-bench's own results for the same tests, of several ways to run one the fastest.
 
@@ -246,7 +258,8 @@ def llama_rows(
     """
     command = [str(program), "-m", str(gguf), "-r", str(repetitions), "-o", "json"]
     command += ["-ngl", "99", "-ncmoe", "99"] if on_gpu else ["-ngl", "0"]
-    command += ["-p", ",".join(map(str, prompts or [0])), "-n", ",".join(map(str, writes or [0])), *options]
+    command += ["-p", ",".join(map(str, prompts or [0])), "-n", ",".join(map(str, writes or [0]))]
+    command += [*(["-d", str(depth)] if depth else []), *options]
     hidden = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **hidden})
     if done.returncode:
@@ -261,6 +274,7 @@ def llama_rows(
     rows: dict[str, dict[str, Any]] = {}
     for found in sorted(answers, key=lambda each: each["avg_ts"]):
         test = f"pp{found['n_prompt']}" if found["n_prompt"] else f"tg{found['n_gen']}"
+        test += f" @ d{depth}" if depth else ""
         rows[test] = {
             "model": found["model_type"],
             "backend": f"llama.cpp {found['build_commit']}, {found['backends'] if on_gpu else 'CPU'}",

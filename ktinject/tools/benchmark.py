@@ -2,6 +2,7 @@
 
     pp512   a prompt of 512 tokens, until the first token is there
     tg128   128 tokens one after another, from an almost empty context; the prompt's token is not counted
+    tg128 @ d4096   the same behind a prompt of 4,096 tokens and one, whose reading is not counted
 
 Tokens are drawn at random, in tg by sampling at temperature 1 from all of them: a model of random weights that always
 took the likeliest would soon repeat itself, and find its experts in the cache.
@@ -79,11 +80,13 @@ class Breakdown(Part):
     kernels: list[tuple[float, float, str]] = field(default_factory=list)
 
 
-def check_lengths(config: PreTrainedConfig, prompts: Sequence[int], writes: Sequence[int]) -> None:
-    """Raises PlanError if a test has more tokens than a model was made for; what is written follows one token."""
+def check_lengths(
+    config: PreTrainedConfig, prompts: Sequence[int], writes: Sequence[int], depth: int = 0
+) -> None:
+    """Raises PlanError if a test has more tokens than a model was made for; what is written follows `depth` and one."""
     longest = longest_text(config)
     found = [f"pp{count}" for count in prompts if count > longest]
-    found += [f"tg{count}" for count in writes if count + 2 > longest]
+    found += [_writing(count, depth) for count in writes if depth + count + 2 > longest]
     if found:
         raise PlanError(
             f"{', '.join(found[:20])}: the model was made for {longest} tokens at once. Ask for shorter tests."
@@ -133,24 +136,32 @@ def prefill(model: PreTrainedModel, count: int, repetitions: int, batch: int = 1
     return Result(f"pp{count}", count, tuple(rates), "prefill")
 
 
-def decode(model: PreTrainedModel, count: int, repetitions: int, batch: int = 1) -> Result:
-    """Write `count` tokens after the first."""
+def _writing(count: int, depth: int) -> str:
+    return f"tg{count} @ d{depth}" if depth else f"tg{count}"
+
+
+def decode(model: PreTrainedModel, count: int, repetitions: int, batch: int = 1, depth: int = 0) -> Result:
+    """Write `count` tokens after the first, behind a prompt of `depth` tokens and one."""
     rates = []
     with _no_end(model):
         for repetition in range(repetitions + 1):
             clock = _Clock()
-            _generate(model, count + 1, batch, clock)
+            _generate(model, count + 1, batch, clock, depth)
             if repetition:
                 rates.append(batch * count / (clock.times[-1] - clock.times[1]))
-    return Result(f"tg{count}", count, tuple(rates), getattr(model, "ktinject_decoding", _Stock).last)
+    return Result(
+        _writing(count, depth), count, tuple(rates), getattr(model, "ktinject_decoding", _Stock).last
+    )
 
 
 class _Stock:
     last = "stock loop"
 
 
-def _generate(model: PreTrainedModel, count: int, batch: int, clock: _Clock | None = None) -> None:
-    ids = _tokens(model, batch, 1)
+def _generate(
+    model: PreTrainedModel, count: int, batch: int, clock: _Clock | None = None, depth: int = 0
+) -> None:
+    ids = _tokens(model, batch, depth + 1)
     options: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 1.0, "max_new_tokens": count}
     if clock is None:
         model.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -328,12 +339,8 @@ def run(
     writes: Sequence[int],
     repetitions: int,
     batch: int = 1,
-    done: Callable[[Result], None] = lambda result: None,
+    depth: int = 0,
 ) -> list[Result]:
-    """All tests, prompts first; `done` is called after each."""
-    found = []
-    for measure, counts in ((prefill, prompts), (decode, writes)):
-        for count in counts:
-            found.append(measure(model, count, repetitions, batch))
-            done(found[-1])
-    return found
+    """All tests, prompts first; what is written follows `depth` tokens."""
+    found = [prefill(model, count, repetitions, batch) for count in prompts]
+    return found + [decode(model, count, repetitions, batch, depth) for count in writes]

@@ -79,6 +79,10 @@ def test_lists_are_several_tests(ktinject, tiny_qwen3_moe):
     assert [row["test"] for row in rows["results"]] == ["pp4", "pp8", "tg2", "tg3"]
     rows = json.loads(ktinject("bench", tiny_qwen3_moe, "-p", "4", "-n", "0", "-r", 1, "-o", "json").stdout)
     assert [row["test"] for row in rows["results"]] == ["pp4"]
+    rows = json.loads(
+        ktinject("bench", tiny_qwen3_moe, "-p", "4", "-n", "2", "--depth", 40, "-r", 1, "-o", "json").stdout
+    )
+    assert [row["test"] for row in rows["results"]] == ["pp4", "tg2 @ d40"]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +99,8 @@ def test_lists_are_several_tests(ktinject, tiny_qwen3_moe):
         (("--rules", "nope"), "nope"),
         (("-p", "8,99999999", "-n", 0), "pp99999999: the model was made for 512 tokens at once"),
         (("-n", 511), "tg511: the model was made for 512 tokens at once"),
+        (("-n", 8, "-d", 503), "tg8 @ d503: the model was made for 512 tokens at once"),
+        (("-d", 100), "--depth is for -n: give it numbers of tokens to write."),
     ],
 )
 @pytest.mark.usefixtures("nothing_is_loaded")
@@ -132,6 +138,7 @@ def test_llama_bench_is_run_and_read(tmp_path, monkeypatch, program):
     llama_bench = program(
         "llama-bench",
         "import json, os, sys\n"
+        "assert '-d 64' in ' '.join(sys.argv) or '512' in sys.argv\n"
         "assert ('-ncmoe' in sys.argv) == (os.environ.get('CUDA_VISIBLE_DEVICES') != '')\n"
         f"slower = {{**{row!r}, 'avg_ts': 120.0, 'n_threads': 15}}\n"
         f"print(json.dumps([{row!r}, slower, {{**{row!r}, 'n_prompt': 512, 'n_gen': 0, 'avg_ts': 900.0}}]))\n",
@@ -142,6 +149,8 @@ def test_llama_bench_is_run_and_read(tmp_path, monkeypatch, program):
         assert [found["test"] for found in rows] == ["tg128", "pp512"]
         assert rows[0]["tokens_per_second"] == 134.0, "the better of two"
         assert rows[0]["backend"] == f"llama.cpp abc, {backend}" and "16 threads" in rows[0]["how"]
+    found = llama_rows(llama_bench, tmp_path / "a.gguf", [], [128], 2, depth=64)
+    assert found[0]["test"] == "tg128 @ d64"
     program("llama-bench", "print('usage: …')\n")
     with pytest.raises(PlanError, match=r"wrote 'usage: .*' where llama-bench writes JSON"):
         llama_rows(llama_bench, tmp_path / "a.gguf", [512], [128], 2)
