@@ -78,7 +78,9 @@ class RmsNorm(Operator):
         """hidden_states [..., n] → the same shape and dtype."""
         x, weight = hidden_states, self.weight
         needs_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        served = x.dtype == weight.dtype and x.dtype in CODES and x.device == weight.device
+        is_wide = weight.dtype == torch.float32
+        like = x.dtype == weight.dtype or (is_wide and x.is_cuda and not self.spec.rounds_before_weight)
+        served = like and x.dtype in CODES and x.device == weight.device
         served = served and weight.is_contiguous() and (x.is_cpu or (x.is_cuda and _native.cuda_built()))
         if not served or needs_graph or torch.compiler.is_compiling():
             return self._in_torch(x)
@@ -97,7 +99,7 @@ class RmsNorm(Operator):
             return out
         _native.rms_norm(
             address("x", x, x.device),
-            address("weight", weight, x.device, x.dtype, (n,)),
+            address("weight", weight, x.device, weight.dtype, (n,)),
             address("out", out, x.device),
             CODES[x.dtype],
             x.numel() // n,
@@ -106,6 +108,7 @@ class RmsNorm(Operator):
             stream_of(x.device),
             float(self.spec.has_unit_offset),
             self.spec.rounds_before_weight,
+            is_wide,
         )
         return out
 

@@ -21,6 +21,7 @@ from ktinject.generation import (
     indexer_spec,
     layer_probes,
     recurrent_spec,
+    streams_spec,
 )
 from ktinject.generation.attention_probes import BY_HALVES, PLAIN_OUTPUTS, Outputs, Turning
 from ktinject.generation.cpu import openmp
@@ -34,6 +35,7 @@ from ktinject.generation.recurrent_spec import (
     Mamba2Spec,
     ShortConvolutionSpec,
 )
+from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.probes import norm
 from ktinject.operators.probes.attention import LatentSpec
@@ -130,7 +132,16 @@ class DecoderLayerSpec:
     feed_forward_behind: NormSpec | None = None
 
 
-PartSpec = DecoderLayerSpec | NormSpec | MixerSpec | RouterSpec | MoeSpec | RotationSpec
+PartSpec = (
+    DecoderLayerSpec
+    | NormSpec
+    | MixerSpec
+    | RouterSpec
+    | MoeSpec
+    | RotationSpec
+    | HyperConnectionSpec
+    | StreamsLayerSpec
+)
 
 
 def _usual(attention: str, feed_forward: str, norms: tuple[str, str], shared: str = "") -> LayerNames:
@@ -332,7 +343,11 @@ def parts(model: nn.Module) -> Iterator[tuple[str, PartSpec]]:
         children = {name for name, _ in module.named_children()}
         found: PartSpec | Support | None = None
         finder = recurrent_spec.finder(module)
-        if {*_NORMS, "mlp"} <= children and children & {_LAYER.attention, _LINEAR_LAYER.attention}:
+        if streams_spec.is_layer(module):
+            found = streams_spec.of_layer(module)
+        elif streams_spec.is_connection(module):
+            found = streams_spec.of_connection(module)
+        elif {*_NORMS, "mlp"} <= children and children & {_LAYER.attention, _LINEAR_LAYER.attention}:
             found = of_layer(module)
         elif finder is not None:
             found = finder(module)

@@ -15,6 +15,7 @@
 #include "cuda/decode_linear.hpp"
 #include "cuda/decode_ops.hpp"
 #include "cuda/decode_recurrent.hpp"
+#include "cuda/decode_streams.hpp"
 #include "cuda/rms_norm.hpp"
 
 namespace nb = nanobind;
@@ -124,12 +125,12 @@ void def_linear(nb::module_& m) {
   m.def(
       "rms_norm",
       [](Address<> x, Address<> weight, Address<> out, DType dtype, int64_t rows, int n, float epsilon,
-         cuda::Stream stream, float offset, bool rounds_first) {
-        cuda::rms_norm({x, weight, out, rows, n, epsilon, offset, rounds_first}, dtype, stream);
+         cuda::Stream stream, float offset, bool rounds_first, bool is_wide_weight) {
+        cuda::rms_norm({x, weight, out, rows, n, epsilon, offset, rounds_first, is_wide_weight}, dtype, stream);
       },
       nb::arg("x"), nb::arg("weight"), nb::arg("out"), nb::arg("dtype"), nb::arg("rows"), nb::arg("n"),
       nb::arg("epsilon"), nb::arg("stream"), nb::arg("offset") = 0.0f, nb::arg("rounds_first") = true,
-      "Put the normalisation of rows into the stream; addresses on the device.");
+      nb::arg("is_wide_weight") = false, "Put the normalisation of rows into the stream; addresses on the device.");
   m.def(
       "decode_linear",
       [](Address<> x, Address<> norm, float eps, float norm_offset, bool rounds_first, Address<> normed,
@@ -322,6 +323,32 @@ void def_routing(nb::module_& m) {
       nb::arg("bias_dtype"), nb::arg("stream"), "Sigmoid and the greatest top_k within the best groups of logits.");
 }
 
+void def_streams(nb::module_& m) {
+  m.attr("HYPER_CONNECTION_STREAMS") = cuda::HyperConnection::kStreams;
+  m.attr("HYPER_CONNECTION_COLUMNS") = cuda::HyperConnection::kColumns;
+  m.def(
+      "hyper_connection",
+      [](Address<> streams, Address<const float> fn, Address<const float> base, Address<const float> scale,
+         float norm_eps, float eps, Address<float> scratch, Address<unsigned> block_counts, Address<float> post,
+         Address<float> comb, Address<> collapsed, int rows, int n, int iterations, DType dtype, cuda::Stream stream) {
+        cuda::hyper_connection({streams, fn, base, scale, norm_eps, eps, scratch, block_counts, post, comb, collapsed,
+                                rows, n, iterations},
+                               dtype, stream);
+      },
+      nb::kw_only(), nb::arg("streams"), nb::arg("fn"), nb::arg("base"), nb::arg("scale"), nb::arg("norm_eps"),
+      nb::arg("eps"), nb::arg("scratch"), nb::arg("block_counts"), nb::arg("post"), nb::arg("comb"),
+      nb::arg("collapsed"), nb::arg("rows"), nb::arg("n"), nb::arg("iterations"), nb::arg("dtype"), nb::arg("stream"),
+      "The weights of residual streams, and these streams collapsed.");
+  m.def(
+      "mix_streams",
+      [](Address<> streams, Address<> y, Address<const float> post, Address<const float> comb, Address<> out, int rows,
+         int n, DType dtype,
+         cuda::Stream stream) { cuda::mix_streams({streams, y, post, comb, out, rows, n}, dtype, stream); },
+      nb::kw_only(), nb::arg("streams"), nb::arg("y"), nb::arg("post"), nb::arg("comb"), nb::arg("out"),
+      nb::arg("rows"), nb::arg("n"), nb::arg("dtype"), nb::arg("stream"),
+      "Residual streams mixed, and a layer's part added.");
+}
+
 }  // namespace
 
 void init_decode_ops(nb::module_& m) {
@@ -332,6 +359,7 @@ void init_decode_ops(nb::module_& m) {
   def_recurrent(m);
   def_next_token(m);
   def_routing(m);
+  def_streams(m);
 }
 
 }  // namespace ktinject

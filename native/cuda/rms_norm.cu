@@ -40,12 +40,13 @@ struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Run {
   T values[kCount];
 };
 
-template <class T, int kCount>
+// W: of the weight.
+template <class T, class W, int kCount>
 __global__ void __launch_bounds__(kMostThreads) rms_norm_kernel(const RmsNorm p) {
   using Values = Run<T, kCount>;
   const size_t at = static_cast<size_t>(blockIdx.x) * p.n;
   const auto* row = reinterpret_cast<const Values*>(static_cast<const T*>(p.x) + at);
-  const auto* scales = static_cast<const Values*>(p.weight);
+  const auto* scales = static_cast<const Run<W, kCount>*>(p.weight);
   auto* to = reinterpret_cast<Values*>(static_cast<T*>(p.out) + at);
   const int runs = p.n / kCount, first = static_cast<int>(threadIdx.x);
   Values own{};
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kMostThreads) rms_norm_kernel(const RmsNorm p)
   const float scale = rsqrtf(total / static_cast<float>(p.n) + p.epsilon);
   for (int i = first; i < runs; i += static_cast<int>(blockDim.x)) {
     Values values = i == first ? own : row[i];
-    const Values weights = scales[i];
+    const Run<W, kCount> weights = scales[i];
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const float normed = to_float(values.values[j]) * scale;
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kMostThreads) rms_norm_kernel(const RmsNorm p)
   }
 }
 
-template <class T>
+template <class T, class W>
 void launch(const RmsNorm& p, cudaStream_t stream) {
   constexpr int kCount = 16 / sizeof(T) > 8 ? 8 : 16 / sizeof(T);
   const auto aligned =
@@ -88,8 +89,14 @@ void launch(const RmsNorm& p, cudaStream_t stream) {
   const int runs = wide ? p.n / kCount : p.n;
   const auto threads = static_cast<unsigned>(std::min(kMostThreads, (runs + 31) / 32 * 32));
   const auto blocks = static_cast<unsigned>(p.rows);
-  if (wide) rms_norm_kernel<T, kCount><<<blocks, threads, 0, stream>>>(p);
-  else rms_norm_kernel<T, 1><<<blocks, threads, 0, stream>>>(p);
+  if (wide) rms_norm_kernel<T, W, kCount><<<blocks, threads, 0, stream>>>(p);
+  else rms_norm_kernel<T, W, 1><<<blocks, threads, 0, stream>>>(p);
+}
+
+template <class T>
+void launch(const RmsNorm& p, cudaStream_t stream) {
+  if (p.is_wide_weight) launch<T, float>(p, stream);
+  else launch<T, T>(p, stream);
 }
 
 }  // namespace

@@ -197,6 +197,22 @@ def test_on_the_gpu(rows: int, n: int, dtype: torch.dtype, family: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows,n", SIZES)
+def test_a_weight_of_fp32_on_the_gpu(rows: int, n: int, dtype: torch.dtype) -> None:
+    """As DeepSeek-V4 has it: of a norm that rounds once, at its end."""
+    if not torch.cuda.is_available() or not _native.cuda_built():
+        pytest.skip("no CUDA device, or built without CUDA")
+    module = norms("gpt_oss")[0]
+    module.weight = nn.Parameter(torch.randn(n))
+    operator = RmsNorm.build(module, RmsNormConfig(device="cuda:0")).cuda()
+    assert operator.weight.dtype == torch.float32 and not operator.spec.rounds_before_weight
+    for x in inputs(rows, n, dtype, "cuda"):
+        with torch.no_grad():
+            assert_close(operator(x), operator._in_torch(x))
+
+
+@pytest.mark.gpu
 def test_a_launch_goes_to_the_device_of_its_stream_whichever_is_current() -> None:
     if not torch.cuda.is_available() or not _native.cuda_built():
         pytest.skip("no CUDA device, or built without CUDA")

@@ -39,6 +39,10 @@ class Norm(NamedTuple):
         """Whether it is Llama's, which all kernels compute that norm."""
         return self.offset == 0.0 and self.rounds_first
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether `rms_norm` computes it of values of a dtype; of 16 bits, it may have a float32 weight."""
+        return self.weight.dtype == dtype or (self.weight.dtype == torch.float32 and not self.rounds_first)
+
 
 class Cache(NamedTuple):
     """The KV cache of one layer, and the position of the next token in it.
@@ -62,7 +66,7 @@ class Cache(NamedTuple):
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """x / rms(x) times the weight.
 
-    x     [..., n] float32, bfloat16 or float16, as the weight and the result
+    x     [..., n] float32, bfloat16 or float16, as the result, and as the weight where the norm does not take another
     Raises    ValueError for a weight of another size, dtype or device
     """
     x = x.contiguous()
@@ -70,7 +74,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     n = x.shape[-1]
     _native.rms_norm(
         address("x", x, x.device),
-        address("norm", norm.weight, x.device, x.dtype, (n,)),
+        address("norm", norm.weight, x.device, norm.weight.dtype if norm.takes(x.dtype) else x.dtype, (n,)),
         address("out", out, x.device, x.dtype),
         CODES[x.dtype],
         x.numel() // n,
@@ -79,6 +83,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
         stream_of(x.device),
         norm.offset,
         norm.rounds_first,
+        is_wide_weight=norm.weight.dtype == torch.float32,
     )
     return out
 

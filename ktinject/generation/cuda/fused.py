@@ -33,6 +33,7 @@ from ktinject.generation.cuda.fused_steps import connect, step_of
 from ktinject.generation.cuda.projections import Step
 from ktinject.generation.layer_spec import DecoderLayerSpec, GatedDeltaSpec, GroupedAttentionSpec, PartSpec
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
+from ktinject.generation.streams_spec import StreamsLayerSpec
 from ktinject.hf import compat
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
@@ -87,6 +88,9 @@ class Fused:
 
         specs = dict(layer_spec.parts(model))
         self._layers = {path for path, spec in specs.items() if isinstance(spec, DecoderLayerSpec)}
+        self._whole = {
+            path for path, spec in specs.items() if isinstance(spec, StreamsLayerSpec)
+        } | self._layers
         self._attends = {path for path, spec in specs.items() if isinstance(spec, GroupedAttentionSpec)}
 
         def steps(model: nn.Module) -> Iterator[tuple[str, nn.Module, Step]]:
@@ -142,7 +146,7 @@ class Fused:
         own = type(module).forward
         is_layer = path in self._layers
         attends = path in self._attends
-        tolerance: dict[Any, float] = {"": _LAYER_TOLERANCE} if is_layer else _TOLERANCE
+        tolerance: dict[Any, float] = {"": _LAYER_TOLERANCE} if path in self._whole else _TOLERANCE
         if attends and _is_eager(module):
             tolerance = _EAGER_TOLERANCE
 

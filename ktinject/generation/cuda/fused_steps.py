@@ -17,6 +17,7 @@ from ktinject.generation.cuda.delta_steps import GatedDelta, delta_step
 from ktinject.generation.cuda.feed_forward_steps import Routed, moe_step, router_step
 from ktinject.generation.cuda.projections import Step, norm_of, project
 from ktinject.generation.cuda.recurrent_steps import mamba2_step, short_convolution_step
+from ktinject.generation.cuda.streams_steps import connection_step, streams_layer_step
 from ktinject.generation.feed_forward_spec import MoeSpec, RouterSpec
 from ktinject.generation.layer_spec import (
     AttentionSpec,
@@ -29,6 +30,7 @@ from ktinject.generation.layer_spec import (
     RotationSpec,
 )
 from ktinject.generation.recurrent_spec import KimiDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvolutionSpec
+from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec
 from ktinject.hf import compat
 
 
@@ -52,6 +54,10 @@ def step_of(spec: PartSpec, module: Any, block_counts: Tensor) -> Step | None:
         return router_step(spec, module)
     if isinstance(spec, RotationSpec):
         return _rotation_step(spec, module)
+    if isinstance(spec, HyperConnectionSpec):
+        return connection_step(spec, module, block_counts)
+    if isinstance(spec, StreamsLayerSpec):
+        return streams_layer_step(module)
     if isinstance(spec, DecoderLayerSpec):
         return LayerStep.of(spec, module, block_counts)
     return moe_step(spec, module) if isinstance(spec, MoeSpec) else None
@@ -80,7 +86,7 @@ def _norm_step(spec: NormSpec, module: nn.Module) -> Step | None:
     def step(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:  # a gate
             return own(module, hidden_states, *args, **kwargs)
-        if hidden_states.dtype != norm.weight.dtype:
+        if not norm.takes(hidden_states.dtype):
             raise ValueError(f"found {hidden_states.dtype}, the weight is {norm.weight.dtype}")
         return decode_ops.rms_norm(hidden_states, norm)
 

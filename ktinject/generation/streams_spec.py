@@ -1,0 +1,79 @@
+"""Decoder layers whose residual is several streams (hyper-connections, DeepSeek-V4).
+
+    x ──► hyper-connection ──► norm ──► attention ──► post · y + combᵀ · x ──► the same with the feed-forward part
+              └── post, comb ──────────────────────────────┘
+
+Found by what they hold, and compared in the first step (cuda/fused.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktinject.support import Support
+
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "attn_hc", "ffn_hc"}
+_CONNECTION = {"fn", "base", "scale"}
+
+
+@dataclass(frozen=True)
+class HyperConnectionSpec:
+    """The weights of streams and these streams collapsed, as native/cuda/decode_streams.hpp has the formula.
+
+    streams     how many
+    iterations  that normalise how they are mixed
+    eps         of their weights
+    norm_eps    of the norm before the projection
+    """
+
+    path: str
+    streams: int
+    iterations: int
+    eps: float
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class StreamsLayerSpec:
+    """A layer whose parts have hyper-connections: children are `_LAYER`."""
+
+    path: str
+    layer_idx: int
+
+
+def is_connection(module: nn.Module) -> bool:
+    return {name for name, _ in module.named_parameters(recurse=False)} == _CONNECTION
+
+
+def is_layer(module: nn.Module) -> bool:
+    return {name for name, _ in module.named_children()} == _LAYER and is_connection(
+        module.get_submodule("attn_hc")
+    )
+
+
+def of_connection(module: Any) -> HyperConnectionSpec | Support:
+    """The spec of a hyper-connection, with an empty path."""
+    streams, iterations, eps = (
+        getattr(module, name, None) for name in ("hc_mult", "hc_sinkhorn_iters", "hc_eps")
+    )
+    norm_eps = getattr(getattr(module, "input_norm", None), "eps", None)
+    if not isinstance(streams, int) or not isinstance(iterations, int):
+        return Support.no("it has no hc_mult and hc_sinkhorn_iters")
+    if not isinstance(eps, float) or not isinstance(norm_eps, float):
+        return Support.no("it has no hc_eps, or no input_norm.eps")
+    outputs, columns = module.fn.shape
+    if outputs != (2 + streams) * streams or columns % streams:
+        return Support.no(f"fn is {list(module.fn.shape)} of {streams} streams")
+    if any(parameter.dtype != torch.float32 for parameter in module.parameters()):
+        return Support.no("its parameters are not float32")
+    return HyperConnectionSpec("", streams, iterations, eps, norm_eps)
+
+
+def of_layer(layer: Any) -> StreamsLayerSpec | Support:
+    """The spec of a layer, with an empty path."""
+    index = getattr(layer, "layer_idx", None)
+    return StreamsLayerSpec("", index) if isinstance(index, int) else Support.no("it has no layer_idx")
