@@ -83,11 +83,24 @@ def build(
         operator.finish()
     inject.apply(model, plan, operators, group)
     models.random_rest(model, plan.device_map)
+    _route_by_tokens(model)
     if group is not None:
         tensor_parallel.install(model, plan.styles, group)
     layer_split.install(model, Layers(model).paths, plan.device_map)
     generate.install(model, group)
     return model.eval()
+
+
+def _route_by_tokens(model: PreTrainedModel) -> None:
+    """Give tables from tokens to experts (DeepSeek-V4) different experts for each token; they are zeros."""
+    for module in model.modules():
+        table = getattr(module, "tid2eid", None)
+        if not isinstance(table, torch.Tensor):
+            continue
+        tokens, chosen = table.shape
+        experts: int = module.num_experts
+        first = torch.arange(tokens, device=table.device)[:, None] * 2_654_435_761 % experts
+        table.copy_((first + torch.arange(chosen, device=table.device) * (experts // chosen)) % experts)
 
 
 def _fill(operator: Operator, parameter_shapes: Mapping[str, tuple[int, ...]]) -> None:

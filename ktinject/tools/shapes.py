@@ -75,6 +75,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5, "norm_topk_prob": True, "vocab_size": 129280,
         "max_position_embeddings": 163840,
     },
+    "deepseek-v4-flash": {
+        "model_type": "deepseek_v4", "hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 43,
+        "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 1024, "o_groups": 8,
+        "o_lora_rank": 1024, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6,
+        "sliding_window": 128, "index_topk": 512, "index_n_heads": 64, "index_head_dim": 128, "hc_mult": 4,
+        "hc_sinkhorn_iters": 20, "routed_scaling_factor": 1.5, "vocab_size": 129280,
+        "max_position_embeddings": 1048576,
+    },
     "mimo-v2-flash": {
         "model_type": "mimo_v2_flash", "hidden_size": 4096, "intermediate_size": 16384,
         "moe_intermediate_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 64, "num_key_value_heads": 4,

@@ -42,6 +42,20 @@ def test_a_shape_generates_and_has_nothing_on_meta(
     assert inverse[0] == 1 and (inverse.diff() < 0).all()
 
 
+def test_a_table_from_tokens_to_experts_gives_each_token_different_ones() -> None:
+    small = {"head_dim": 16, "num_attention_heads": 4, "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 8}
+    changes = {**SMALL, **small, "n_routed_experts": 16, "index_n_heads": 2, "index_head_dim": 16}
+    changes["hidden_size"] = 40
+    model = random_models.build(random_models.config("deepseek-v4-flash", 4, **changes), devices="cpu")
+    tables = [table for name, table in model.named_buffers() if name.endswith("tid2eid")]
+    assert len(tables) == 3
+    for table in tables:
+        assert table.shape == (200, 6) and all(len({*row}) == 6 for row in table.tolist())
+        assert len(table.unique()) == 16
+    tokens = model.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=4, do_sample=False)
+    assert tokens.shape == (1, 9)
+
+
 @pytest.mark.parametrize("experts", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"])
 def test_codes_that_only_files_have_are_random_too(experts: str) -> None:
     small = {"vocab_size": 200, "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8}
