@@ -170,19 +170,27 @@ class ConsecutiveLayer(BucketLayer):
 
 
 class IndexedBucketLayer(BucketLayer):
-    """The same of a layer with an index: indexer_keys [b, n, d]; None: the layer goes by another one's choice."""
+    """The same of a layer with an index: indexer_keys [b, n, d], or of one that chooses blocks idx_keys [b, 1, n, d];
+    None: the layer goes by another one's choice.
+    """
 
     def __init__(
         self, tensors: Sequence[Tensor], cache_position: Tensor, place: Tensor, window: int | None = None
     ) -> None:
         super().__init__(tensors[0], tensors[1], cache_position, place, window)
-        self.indexer_keys = tensors[2][:, 0] if len(tensors) > 2 else None
+        self.idx_keys = tensors[2] if len(tensors) > 2 else None
+        self.indexer_keys = None if self.idx_keys is None else self.idx_keys[:, 0]
         self.is_indexer_initialized = self.indexer_keys is not None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         assert self.indexer_keys is not None
         self.indexer_keys.index_copy_(1, self.place, indexer_key_states)
         return self.indexer_keys
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        assert self.idx_keys is not None
+        self.idx_keys.index_copy_(2, self.place, idx_k)
+        return self.idx_keys
 
 
 def kind_of(layer: Any) -> LayerKind:
@@ -192,14 +200,19 @@ def kind_of(layer: Any) -> LayerKind:
     """
     if isinstance(layer, StaticSlidingWindowLayer):
         return LayerKind(int(layer.get_max_length()))
-    is_state, indexed = not isinstance(layer, CacheLayerMixin), hasattr(layer, "update_indexer")
+    is_state = not isinstance(layer, CacheLayerMixin)
+    indexed = hasattr(layer, "update_indexer") or hasattr(layer, "update_index")
     rate = layer.compress_rate if is_compressed(layer) else None
     return LayerKind(getattr(layer, "sliding_window", None), is_state, indexed, rate=rate)
 
 
 def is_compressed(layer: Any) -> bool:
     """Whether a cache's layer is of a class of transformers' with compressed keys."""
-    return f"{type(layer).__module__}:{type(layer).__name__}" in compat.COMPRESSED_CACHES
+    return _name_of(layer) in compat.COMPRESSED_CACHES
+
+
+def _name_of(layer: Any) -> str:
+    return f"{type(layer).__module__}:{type(layer).__name__}"
 
 
 def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
@@ -225,8 +238,25 @@ def tensors_of(layer: Any) -> tuple[Tensor, ...]:
         return (*conv, *(layer.recurrent_states[index] for index in states.recurrent))
     if is_compressed(layer):
         return (layer.keys,)
+    index = index_of(layer)
+    return (layer.keys, layer.values) if index is None else (layer.keys, layer.values, index)
+
+
+def index_of(layer: Any) -> Tensor | None:
+    """The keys of a layer's index, [b, 1, n, d], if it has one."""
     index = getattr(layer, "indexer_keys", None)
-    return (layer.keys, layer.values) if index is None else (layer.keys, layer.values, index[:, None])
+    return getattr(layer, "idx_keys", None) if index is None else index[:, None]
+
+
+def set_index(layer: Any, index: Tensor | None) -> None:
+    """Give such keys to a layer of transformers' caches that may have some; None: it holds none."""
+    if hasattr(layer, "idx_keys"):
+        layer.idx_keys = index
+    elif hasattr(layer, "indexer_keys"):
+        layer.indexer_keys, layer.is_indexer_initialized = (
+            None if index is None else index[:, 0],
+            index is not None,
+        )
 
 
 def _is_known(cache: Any, layer: Any) -> bool:
@@ -239,7 +269,10 @@ def _is_known(cache: Any, layer: Any) -> bool:
     keeps_nothing = (
         kind.__module__ == Cache.__module__ and kind_of(layer).is_state and States.of(layer).number == 0
     )
-    is_indexed = kind.__module__ == Cache.__module__ and kind_of(layer) == LayerKind(indexed=True)
+    chooses_blocks = _name_of(layer) in compat.BLOCK_CACHES and bool(compat.support("blocks"))
+    is_indexed = kind_of(layer) == LayerKind(indexed=True) and (
+        kind.__module__ == Cache.__module__ or chooses_blocks
+    )
     is_ours = is_compressed(layer) and type(cache) is DynamicCache and compat.support("compressed")
     return kind in kinds.get(type(cache), ()) or keeps_nothing or is_indexed or bool(is_ours)
 

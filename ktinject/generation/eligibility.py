@@ -26,7 +26,16 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ktinject.generation import cache_layers, compressed, kept_cache, masks, sampling, step_inputs, trust
+from ktinject.generation import (
+    block_index_spec,
+    cache_layers,
+    compressed,
+    kept_cache,
+    masks,
+    sampling,
+    step_inputs,
+    trust,
+)
 from ktinject.generation.graph_runner import MAX_BATCH
 from ktinject.generation.sampling import Request, Sampling
 from ktinject.hf import adapters, compat
@@ -128,6 +137,8 @@ def request_support(
         return Support.no(f"return_dict_in_generate=True returns the cache, a {type(held).__name__}")
     if not (kind := cache_layers.kind_support(held)):
         return kind
+    if not (padded := _padding_support(model, held, model_kwargs.get("attention_mask"))):
+        return padded
     if unknown := step_inputs.unknown(model_kwargs):
         return Support.no(f"the model gets {', '.join(unknown)}")
     if torch.is_autocast_enabled(model.device.type):
@@ -135,6 +146,24 @@ def request_support(
     if mode := trust.active_mode():
         return Support.no(f"{mode} is to see every operation")
     return SUPPORTED
+
+
+def _padding_support(model: PreTrainedModel, cache: Any, mask: Any) -> Support:
+    """Whether steps of rows with padding are what transformers computes.
+
+    Of blocks that are padding alone, attention sees nothing. transformers then takes the mean of all that its cache has
+    room for, so what it gives depends on the cache.
+    """
+    if not isinstance(mask, Tensor) or not any(
+        kind.indexed for kind in map(cache_layers.kind_of, cache.layers)
+    ):
+        return SUPPORTED
+    block = block_index_spec.shortest_block(model)
+    if block is None or mask.shape[1] < block or bool((mask[:, :block] != 0).any(1).all()):
+        return SUPPORTED
+    return Support.no(
+        f"a row has padding for {block} tokens or more, and its layers choose blocks of as many"
+    )
 
 
 @dataclass(frozen=True)

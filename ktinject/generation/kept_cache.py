@@ -23,9 +23,11 @@ from ktinject.generation import compressed
 from ktinject.generation.cache import FixedCache
 from ktinject.generation.cache_layers import (
     ALL_TOKENS,
+    index_of,
     is_compressed,
     kind_of,
     kind_support,
+    set_index,
     tensors_of,
 )
 from ktinject.hf import compat
@@ -108,11 +110,10 @@ class _Before:
         vars(layer).update(self.others)
         if self.tensors is None:
             layer.keys, layer.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
-            if getattr(layer, "indexer_keys", None) is not None:
-                layer.indexer_keys = layer.indexer_keys[:, : self.length]
+            if (index := index_of(layer)) is not None:
+                set_index(layer, index[:, :, : self.length])
             return
-        if hasattr(layer, "indexer_keys"):  # it held nothing
-            layer.indexer_keys, layer.is_indexer_initialized = None, False
+        set_index(layer, None)  # it held nothing
         layer.keys, layer.values = self.tensors
         layer.is_initialized = self.tensors[0] is not None
         if kind_of(layer).window is not None:
@@ -165,7 +166,7 @@ def hand_back(cache: DynamicCache, fixed: FixedCache, length: int) -> None:
         if window is None:
             layer.keys, layer.values, *index = (_copy(tensor, len(layer.keys), length) for tensor in tensors)
             if index:
-                layer.indexer_keys = index[0][:, 0]
+                set_index(layer, index[0])
             continue
         # Of a window, the next token sees one less of those before it. They lie in a ring.
         seen = torch.arange(max(0, length - window + 1), length, device=tensors[0].device) % window

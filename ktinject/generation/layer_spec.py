@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ktinject.generation import (
     attention_probes,
+    block_index_spec,
     feed_forward_spec,
     indexer_spec,
     layer_probes,
@@ -24,6 +25,7 @@ from ktinject.generation import (
     streams_spec,
 )
 from ktinject.generation.attention_probes import BY_HALVES, PLAIN_OUTPUTS, Outputs, Turning
+from ktinject.generation.block_index_spec import BlockIndexSpec
 from ktinject.generation.cpu import openmp
 from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, RouterSpec
 from ktinject.generation.indexer_spec import IndexerSpec
@@ -62,6 +64,7 @@ class GroupedAttentionSpec:
     turning         how queries and keys are turned, and whether before the norms
     gate            the name of a projection to gates, or none
     outputs         what is made of values, by these gates among others
+    index           `indexer`, which chooses blocks of places that are attended to; None: there is none
     """
 
     path: str
@@ -76,6 +79,7 @@ class GroupedAttentionSpec:
     turning: Turning = BY_HALVES
     gate: str = ""
     outputs: Outputs = PLAIN_OUTPUTS
+    index: BlockIndexSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -253,6 +257,9 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
     if isinstance(module, AbsorbedMla):
         return _of_latent(module)
     children = {name: child for name, child in module.named_children() if child is not None}
+    blocks: BlockIndexSpec | Support | None = None
+    if "indexer" in children and block_index_spec.is_one(children["indexer"]):
+        blocks = block_index_spec.of_index(children.pop("indexer"))
     heads, norm_names = next(
         (known for known in _ATTENTIONS if {*known[0]} <= children.keys() <= {*known[0], *known[1], *_GATES}),
         (None, ()),
@@ -262,6 +269,8 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         return Support.no(
             f"{type(module).__name__} holds {', '.join(sorted(children))}; known is {', '.join(_HEADS)}"
         )
+    if isinstance(blocks, Support):
+        return blocks
     if getattr(module, "attn_logit_softcapping", None):
         return Support.no("its attention has a cap")
     if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
@@ -305,6 +314,7 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         turning,
         gate,
         outputs,
+        blocks,
     )
 
 

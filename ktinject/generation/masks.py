@@ -101,8 +101,8 @@ def of_model(model: PreTrainedModel, kinds: Sequence[LayerKind] | None = None) -
     """
     like = DynamicCache(config=model.config).layers
     kinds = kinds_of(model.config) if kinds is None else kinds
-    # Compressed keys are seen beside those of a window, and hidden where they are made.
-    kinds = [replace(kind, rate=None) for kind in kinds]
+    # Compressed keys are seen beside those of a window, and hidden where they are made. What an index hides, it does.
+    kinds = [replace(kind, rate=None, indexed=False) for kind in kinds]
     chunks = {kind.window for kind in kinds if kind.is_chunked}
     if any(kind.window in chunks for kind in kinds if not kind.is_chunked):
         return Support.no("some layers have chunks, and others a window, of as many tokens")

@@ -9,6 +9,7 @@ What a version lacks costs the features that need it, and no others:
                 `model.ktinject_decoding.reason`
     candidates  for models with states, they are refused, as transformers does
     compressed  decode steps of layers with compressed keys are transformers' own
+    blocks      decode steps of layers that choose blocks of tokens by an index are transformers' own
     continued   a next turn's attention, and that of a prompt's next chunk, is transformers' own
     loading     checkpoints are refused, see `require`
     swapping    rules are refused, too
@@ -114,6 +115,10 @@ _HCA, _CSA = f"{_V4}:DeepseekV4HCACache", f"{_V4}:DeepseekV4CSACache"
 # Layers of caches with compressed keys, the modules whose steps hide none of them, and the models that have these.
 COMPRESSED_CACHES, COMPRESSORS = frozenset({_HCA, _CSA}), frozenset({f"{_V4}:DeepseekV4HCACompressor"})
 COMPRESSED_MODELS = frozenset({f"{_V4}:DeepseekV4ForCausalLM"})
+# Layers of caches whose index chooses blocks of tokens.
+_M3 = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl:MiniMaxM3VLSparse"
+_BLOCKS, _STATIC_BLOCKS = f"{_M3}CacheLayer", f"{_M3}StaticCacheLayer"
+BLOCK_CACHES = frozenset({_BLOCKS, _STATIC_BLOCKS})
 _COMPRESS = f"(self, hidden_states, q_residual, position_ids, {CACHE}, layer_idx)"
 _ASSISTED = (
     "streamer=None, inputs_tensor=None, assistant_model=None, assistant_tokenizer=None, tokenizer=None, "
@@ -287,6 +292,11 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         *_each(f"{_V4}:DeepseekV4HCACompressor", "forward", _COMPRESS, "what its keys are hidden by"),
         *_each(f"{_V4}:DeepseekV4CSACompressor", "forward", _COMPRESS, "called with a layer of ours"),
         *_each(f"{_V4}:DeepseekV4Indexer", "forward", _COMPRESS, "called with a layer of ours"),
+    ),
+    "blocks": (
+        *_each(_BLOCKS, "update_index", "(self, idx_k)", "a step's keys of an index, to a layer of ours"),
+        *_each(f"{_BLOCKS}.__init__", "idx_keys", SET, "copied"),
+        *_each(f"{_STATIC_BLOCKS}.__init__", "idx_keys", SET, "copied"),
     ),
     "loading": (
         # From names of a checkpoint to parameters, see key_map.py.

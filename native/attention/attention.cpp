@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "attention/attention.hpp"
+#include "attention/block_index.hpp"
 #include "attention/indexer.hpp"
 #include "attention/tasks.hpp"
 #include "attention/turning.hpp"
@@ -150,6 +151,8 @@ GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(conf
     expect(config_.gate, config_.heads * value(), "the projection to gates");
   if (config_.gated && (config_.gate != nullptr || value() != config_.size))
     throw std::invalid_argument("attention: gates from q_proj beside others, or beside values of another size");
+  if (config_.index != nullptr && (config_.window > 0 || config_.groups % config_.index->heads() != 0))
+    throw std::invalid_argument("attention: an index of blocks beside a window, or of heads that its groups do not fit");
   for (const auto& [norm, count] : {std::pair{config_.q_norm, config_.heads}, {config_.k_norm, config_.groups}}) {
     if (norm.weight == nullptr || norm.size == config_.size) continue;
     if (norm.size != count * config_.size)
@@ -165,6 +168,7 @@ GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(conf
 bool GroupedAttention::fits(int hidden) const {
   for (const gemm::Linear* linear : {config_.q, config_.k, config_.v, config_.gate})
     if (linear != nullptr && linear->config().in_features != hidden) return false;
+  if (config_.index != nullptr && !config_.index->fits(hidden)) return false;
   return config_.o->config().in_features == config_.heads * value() && config_.o->config().out_features == hidden;
 }
 
@@ -233,6 +237,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     }
   };
   const int shared = heads / groups;
+  const int block = config_.index == nullptr ? 0 : config_.index->forward(x, step, cache);
   // A token's keys are written when those before it have attended: in a ring, they take the place of older ones.
   for (int first = 0; first < batch; first += step.together()) {
     const Places places = places_of(cache, step, first, groups, size, dv, config_.window);
@@ -242,6 +247,13 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
       if (wraps)
         mask_of_ring(step.mask_of(row), step.position_of(row), places.count,
                      masks + product(row - first, places.count));
+    }
+    if (block > 0) {
+      const auto all = cache.choice->is_all.begin() + first;
+      if (std::find(all, all + step.together(), false) != all + step.together()) {
+        attend_blocks(q, step, cache, first, block, sum + product(first, heads, dv));
+        continue;
+      }
     }
     const Over over{step.together(), groups, shared, places.count, size, dv, config_.scale, config_.sinks};
     attend_all(ops, over, step.dtype, sum + product(first, heads, dv), [&](int index, int group) {
@@ -266,6 +278,64 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
   }
   config_.o->forward(sum, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
+}
+
+void GroupedAttention::attend_blocks(const float* q, const Step& step, const LayerCache& cache, int first, int block,
+                                     float* out) const {
+  const int groups = config_.groups, size = config_.size, dv = value(), shared = config_.heads / groups;
+  const int rows = step.together(), capacity = cache.first.shape[2], own_heads = config_.index->heads();
+  const int sharing = groups / own_heads, held = step.position_of(first) + 1;
+  auto chosen = [&](int pair) -> const std::vector<int>& {  // (row, group)
+    return cache.choice->places[product(first + pair / groups, own_heads) +
+                                static_cast<size_t>(pair % groups / sharing)];
+  };
+  size_t most = 1;
+  for (int pair = 0; pair < rows * groups; ++pair) most = std::max(most, chosen(pair).size());
+  const int slots = static_cast<int>(most), count = slots * block;
+  // Side by side, with zeros behind the fewer ones of a row with padding.
+  const size_t words = step.width() == sizeof(float) ? 1 : 2;
+  runtime::Arrays arrays;
+  const size_t key_at = arrays.take(product(rows * groups, count, size) / words + 1),
+               value_at = arrays.take(product(rows * groups, count, dv) / words + 1),
+               mask_at = arrays.take(product(rows * groups, count) / sizeof(float) + 1);
+  const runtime::Scratch memory(arrays.count());
+  auto* keys = reinterpret_cast<std::byte*>(memory + key_at);
+  auto* values = reinterpret_cast<std::byte*>(memory + value_at);
+  auto* masks = reinterpret_cast<uint8_t*>(memory + mask_at);
+  auto gather = [&](int index, int) {
+    const int pair = index / slots, slot = index % slots, row = first + pair / groups;
+    const bool is_there = static_cast<size_t>(slot) < chosen(pair).size();
+    const int begin = is_there ? chosen(pair)[static_cast<size_t>(slot)] * block : 0;
+    const int there = is_there ? std::clamp(held - begin, 0, block) : 0;
+    const uint8_t* mask = step.mask_of(row);
+    uint8_t* seen = masks + product(index, block);
+    for (int i = 0; i < block; ++i) seen[i] = i < there && (mask == nullptr || mask[begin + i] != 0);
+    const size_t from = product(step.cache_row(row) * groups + pair % groups, capacity) + static_cast<size_t>(begin);
+    for (auto [cached, to, width] : {std::tuple{&cache.first, keys, size}, std::tuple{&cache.second, values, dv}}) {
+      const size_t bytes = static_cast<size_t>(width) * step.width();
+      std::byte* here = to + product(index, block) * bytes;
+      const auto* source = static_cast<const std::byte*>(cached->data) + from * bytes;
+      std::copy(source, source + static_cast<size_t>(there) * bytes, here);
+      std::fill(here + static_cast<size_t>(there) * bytes, here + static_cast<size_t>(block) * bytes, std::byte{0});
+    }
+  };
+  {
+    const runtime::Session session;
+    each(*session, product(rows * groups, count, size + dv) < kSerialProducts, rows * groups * slots, gather);
+  }
+  const Over over{rows, groups, shared, count, size, dv, config_.scale, config_.sinks};
+  attend_all(gemm::step_ops(), over, step.dtype, out, [&](int index, int group) {
+    const int pair = index * groups + group;
+    gemm::Attend task;
+    task.q = q + product((first + index) * groups + group, shared, size);
+    task.k1 = keys + product(pair, count, size) * step.width();
+    task.v = values + product(pair, count, dv) * step.width();
+    task.d1 = size;
+    task.dv = dv;
+    task.dtype = step.dtype;
+    task.mask = masks + product(pair, count);
+    return task;
+  });
 }
 
 void GroupedAttention::multiply_by_gate(float* sum, float* gate, const Step& step) const {

@@ -2,6 +2,7 @@
 // of which the last may be taken back.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -34,9 +35,10 @@ struct Undo {
 
 // The places that the tokens of a step attend to, as an indexer has chosen them.
 struct Choice {
-  int position = -1;                     // of the step; -1: there is none
-  std::vector<bool> is_all;              // [batch]: a token attends to all that its mask shows
-  std::vector<std::vector<int>> places;  // [batch]: else to these, in order
+  int position = -1;         // of the step; -1: there is none
+  std::vector<bool> is_all;  // [batch]: a token attends to all that its mask shows
+  // [batch]: else to these, in order; or [batch, heads of an index]: to these blocks of places
+  std::vector<std::vector<int>> places;
 };
 
 // What a layer keeps of the tokens before: keys and values [batch, heads, capacity, width] of the model's dtype, or
@@ -68,11 +70,17 @@ struct Step {
   int most_chosen = 0;  // places that an indexer chooses at most, if it would choose more; 0: as many as it does
   // [batch], 0 for rows whose text has ended, for which no routed expert is computed; null: there are none.
   const uint8_t* live = nullptr;
+  // [batch]: of each token in its text, which padding before it is not counted in; null: there is none
+  const int64_t* positions = nullptr;
 
   // Rows that are computed beside each other, those that a cache has, and what belongs to a row.
   int together() const { return consecutive ? 1 : batch; }
   int cache_row(int row) const { return consecutive ? 0 : row; }
   int position_of(int row) const { return consecutive ? position + row : position; }
+  int own_position(int row) const {
+    const int place = position_of(row);
+    return positions == nullptr || positions[row] > place ? place : std::max(0, static_cast<int>(positions[row]));
+  }
   const uint8_t* mask_of(int row) const {
     return mask == nullptr ? nullptr : mask + static_cast<size_t>(row) * mask_stride;
   }
@@ -83,6 +91,8 @@ struct Step {
            (before + static_cast<size_t>(first_angle)) * (has_wide_rotation ? sizeof(float) : width());
   }
 };
+
+class BlockIndex;
 
 class DecoderAttention {
  public:
@@ -115,6 +125,7 @@ struct GroupedAttentionConfig {
   float value_scale = 1;         // that values are multiplied with before they are cached
   const gemm::Linear* gate = nullptr;  // from x: what heads, or each of their values, are multiplied with a function of
   bool has_softplus = false;           // softplus (Laguna); else sigmoid (AFMoE)
+  const BlockIndex* index = nullptr;   // chooses blocks of places; groups are a multiple of its heads (MiniMax-M3)
 };
 
 class GroupedAttention final : public DecoderAttention {
@@ -126,6 +137,8 @@ class GroupedAttention final : public DecoderAttention {
 
  private:
   void remember(const Step& step, const LayerCache& cache) const;
+  // out [rows computed together, heads, value]: of the chosen blocks of so many places, for these rows from `first` on.
+  void attend_blocks(const float* q, const Step& step, const LayerCache& cache, int first, int block, float* out) const;
   int value() const { return config_.value == 0 ? config_.size : config_.value; }
   // sum [batch, heads, value] times what the gate says; gate [batch, what its layer gives].
   void multiply_by_gate(float* sum, float* gate, const Step& step) const;

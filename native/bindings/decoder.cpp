@@ -7,6 +7,7 @@
 #include <cstring>
 #include <optional>
 
+#include "attention/block_index.hpp"
 #include "attention/gated_delta.hpp"
 #include "attention/indexer.hpp"
 #include "attention/mamba1.hpp"
@@ -28,6 +29,7 @@ using FloatMatrix = Array<const float, nb::ndim<2>, nb::c_contig>;
 using Kept = Array<nb::c_contig>;
 using Mask = Array<const bool, nb::ndim<2>>;
 using Live = Array<const bool, nb::ndim<1>, nb::c_contig>;
+using Positions = Array<const int64_t, nb::ndim<1>, nb::c_contig>;
 
 // A norm and the tensor that it points to.
 struct HeldNorm {
@@ -79,7 +81,7 @@ HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second, std::vec
 void forward(const decode::Decoder& self, const Input& x, const std::optional<Input>& cos,
              const std::optional<Input>& sin, const std::optional<Mask>& mask, int position, HeldCache& cache,
              int first, int last, const HeldNorm* final_norm, bool consecutive, const std::optional<Live>& live,
-             int most_chosen, const Output& out) {
+             int most_chosen, const std::optional<Positions>& positions, const Output& out) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto batch = x.shape(0);
@@ -119,6 +121,10 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
   if (live) {
     if (live->shape(0) != batch) refuse("live must be [batch]");
     step.live = reinterpret_cast<const uint8_t*>(live->data());
+  }
+  if (positions) {
+    if (positions->shape(0) != batch) refuse("positions must be [batch]");
+    step.positions = positions->data();
   }
   cache.rows = 0;  // what an error leaves cannot be taken back
   self.forward(x.data(), step, cache.layers, first, last, norm_of(final_norm), out.data());
@@ -364,6 +370,22 @@ void def_indexer(nb::module_& m) {
           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
 }
 
+void def_block_index(nb::module_& m) {
+  nb::class_<attention::BlockIndex>(m, "BlockIndex", "What chooses blocks of the places that heads attend to.")
+      .def(
+          "__init__",
+          [](attention::BlockIndex* self, const HeldProjection& q, const HeldProjection& k, const HeldNorm& q_norm,
+             const HeldNorm& k_norm, int heads, int size, int block, int top_k, int local) {
+            if (q_norm.weight.dtype() != k_norm.weight.dtype())
+              throw std::invalid_argument("index of blocks: norms of two dtypes");
+            new (self) attention::BlockIndex(
+                {q.projection, k.projection, q_norm.norm, k_norm.norm, heads, size, block, top_k, local});
+          },
+          nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("heads"),
+          nb::arg("size"), nb::arg("block"), nb::arg("top_k"), nb::arg("local"), nb::keep_alive<1, 2>(),
+          nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>());
+}
+
 void init_mamba1(attention::Mamba1* self, const gemm::Linear& in, const gemm::Linear& proj, const gemm::Linear& dt,
                  const gemm::Linear& out, const Input& taps, const std::optional<Vector>& taps_bias,
                  const FloatMatrix& a_log, const FloatVector& d, bool has_wide_d, const HeldNorm& dt_norm,
@@ -407,6 +429,8 @@ void def_mamba1(nb::module_& m) {
 
 void def_attention(nb::module_& m) {
   nb::class_<attention::DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
+  def_indexer(m);
+  def_block_index(m);
   nb::class_<attention::GroupedAttention, attention::DecoderAttention>(m, "GroupedAttention",
                                                                        "Heads in groups that share keys and values.")
       .def(
@@ -414,25 +438,28 @@ void def_attention(nb::module_& m) {
           [](attention::GroupedAttention* self, const gemm::Linear& q, const gemm::Linear& k, const gemm::Linear& v,
              const gemm::Linear& o, const HeldNorm* q_norm, const HeldNorm* k_norm, int heads, int groups, int size,
              float scale, int window, std::optional<FloatVector> sinks, bool gated, bool neighbours, bool norms_last,
-             int value, float value_scale, const gemm::Linear* gate, bool has_softplus) {
+             int value, float value_scale, const gemm::Linear* gate, bool has_softplus,
+             const attention::BlockIndex* index) {
             if (sinks && sinks->shape(0) != static_cast<size_t>(heads))
               throw std::invalid_argument("attention: one sink a head is needed");
-            new (self) attention::GroupedAttention({&q, &k, &v, &o, norm_of(q_norm), norm_of(k_norm), heads, groups,
-                                                    size, scale, window, sinks ? sinks->data() : nullptr, gated,
-                                                    neighbours, norms_last, value, value_scale, gate, has_softplus});
+            new (self) attention::GroupedAttention(
+                {&q,           &k,         &v,         &o,    norm_of(q_norm), norm_of(k_norm),
+                 heads,        groups,     size,       scale, window,          sinks ? sinks->data() : nullptr,
+                 gated,        neighbours, norms_last, value, value_scale,     gate,
+                 has_softplus, index});
           },
           nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("q_norm").none(),
           nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
           nb::arg("window"), nb::arg("sinks").none(), nb::arg("gated"), nb::arg("neighbours") = false,
           nb::arg("norms_last") = false, nb::arg("value") = 0, nb::arg("value_scale") = 1.0f,
-          nb::arg("gate").none() = nb::none(), nb::arg("has_softplus") = false, nb::keep_alive<1, 2>(),
-          nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
-          nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 19>());
+          nb::arg("gate").none() = nb::none(), nb::arg("has_softplus") = false, nb::arg("index").none() = nb::none(),
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 19>(),
+          nb::keep_alive<1, 21>());
   def_gated_delta(m);
   def_short_convolution(m);
   def_mamba1(m);
   def_mamba2(m);
-  def_indexer(m);
   nb::class_<attention::LatentAttention, attention::DecoderAttention>(m, "LatentAttention",
                                                                       "Latent attention, absorbed.")
       .def(
@@ -573,13 +600,14 @@ void def_decoder(nb::module_& m) {
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
            nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
            nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(),
-           nb::arg("most_chosen") = 0, nb::arg("out"), nb::call_guard<WithoutGil>(),
+           nb::arg("most_chosen") = 0, nb::arg("positions") = nb::none(), nb::arg("out"), nb::call_guard<WithoutGil>(),
            "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. The "
            "cache takes up these tokens, before which `position` came; they attend to those where mask [batch, n] is "
            "true. Consecutive rows are tokens of one text, the first at `position`; the cache has one row. For rows "
            "that "
            "are not live [batch] bool, no routed expert is computed. Indexers choose at most `most_chosen` places, if "
-           "that is not 0.")
+           "that is not 0, and not blocks of them. positions [batch]: of the tokens in their texts, where padding "
+           "before them is not counted.")
       .def("keep", &keep, nb::kw_only(), nb::arg("cache"), nb::arg("kept"), nb::call_guard<WithoutGil>(),
            "Leave in the cache what the first `kept` tokens of the last step, of consecutive rows, would have left.");
 }

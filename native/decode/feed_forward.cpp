@@ -68,7 +68,7 @@ void GatedUnit::multiply(float* gate, float* up, int count, DType dtype) const {
   ops.round(up, count, dtype);
   if (gating_.alpha == 1.0f) return ops.gate_up(gate, up, count, dtype);
   const runtime::Scratch factors(static_cast<size_t>(count));
-  float* factor = factors + 0;
+  float* factor = factors;
   for (int i = 0; i < count; ++i) factor[i] = gate[i] * gating_.alpha;
   ops.round(factor, count, dtype);
   ops.sigmoid(factor, count);

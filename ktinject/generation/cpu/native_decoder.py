@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ktinject import _native
-from ktinject.generation import loop
+from ktinject.generation import block_index_spec, loop
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import LayerKind, tensors_of
 from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers
@@ -137,6 +137,7 @@ class NativeDecoder:
             last=len(layers),
             final_norm=layers.norm,
             consecutive=True,
+            positions=positions[0].contiguous(),
             out=out,
         )
         return layers.logits(model, out), out
@@ -190,6 +191,7 @@ class NativeDecoder:
             final_norm=norm,
             live=submits.live_rows(x),
             most_chosen=most_chosen,
+            positions=call.positions[:, 0].contiguous(),
             out=out,
         )
         return out
@@ -294,12 +296,19 @@ class NativeDecoder:
 
 
 def _choosing_few(layer: nn.Module, few: int) -> nn.Module:
-    """A twin of a layer whose indexer, if it has one, chooses so many places at most."""
-    name = "index_topk"
-    found = twin.tree(layer, lambda module: name in vars(module))
-    for module in found.modules():
-        if name in vars(module):
-            vars(module)[name] = min(few, vars(module)[name])
+    """A twin of a layer whose indexer, if it has one, chooses so many places at most: also one that chooses blocks."""
+
+    def chooses(module: nn.Module) -> bool:
+        return "index_topk" in vars(module) or block_index_spec.is_one(module)
+
+    found = twin.tree(layer, chooses)
+    for module in filter(chooses, found.modules()):
+        own = vars(module)
+        if "index_topk" in own:
+            own["index_topk"] = min(few, own["index_topk"])
+        else:
+            own["topk_blocks"] = min(max(few, own["local_blocks"]), own["topk_blocks"])
+            own["block_size"] = 1
     return found
 
 

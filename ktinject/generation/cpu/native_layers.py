@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ktinject import _native
 from ktinject.generation import layer_spec, masks
+from ktinject.generation.block_index_spec import BlockIndexSpec
 from ktinject.generation.cache_layers import LayerKind, kinds_of
 from ktinject.generation.cpu import native_ends
 from ktinject.generation.cpu.native_feed_forward import feed_forward
@@ -145,6 +146,7 @@ def _attention(
 ) -> Any:
     """The twin of a layer's attention, or of what has its place; None: there is none, and nothing is kept."""
     chooses = isinstance(spec, LatentAttentionSpec) and spec.latent.chooses != "none"
+    chooses |= isinstance(spec, GroupedAttentionSpec) and spec.index is not None
     if isinstance(spec, AttentionSpec) == kind.is_state or kind.indexed != chooses:
         what = "layer without attention" if spec is None else type(layer.get_submodule(spec.path)).__name__
         raise UnknownLayer(f"its cache is not what a {what} needs")
@@ -194,6 +196,7 @@ def _grouped(
         value_scale=spec.outputs.scale,
         gate=linear(module, spec.gate) if spec.gate else None,
         has_softplus=spec.outputs.gate == "softplus",
+        index=None if spec.index is None else _block_index(spec.index, module.indexer, dtype),
     )
 
 
@@ -244,6 +247,21 @@ def _indexer(spec: IndexerSpec, module: Any, dtype: torch.dtype) -> Any:
         rotary=spec.rotary,
         top_k=spec.top_k,
         neighbours=spec.rope == "neighbours",
+    )
+
+
+def _block_index(spec: BlockIndexSpec, module: Any, dtype: torch.dtype) -> Any:
+    """What chooses the blocks of places that grouped attention attends to."""
+    return _native.BlockIndex(
+        q=_projection(module, "q_proj"),
+        k=_projection(module, "k_proj"),
+        q_norm=norm(NormSpec("q_norm", spec.q_norm), module, dtype),
+        k_norm=norm(NormSpec("k_norm", spec.k_norm), module, dtype),
+        heads=spec.heads,
+        size=spec.size,
+        block=spec.block,
+        top_k=spec.top_k,
+        local=spec.local,
     )
 
 

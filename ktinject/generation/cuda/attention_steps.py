@@ -36,6 +36,8 @@ class _Attention:
     def of(cls, spec: GroupedAttentionSpec, module: Any, block_counts: Tensor) -> _Attention | None:
         if spec.output != "o_proj" or spec.turning != BY_HALVES or spec.outputs != PLAIN_OUTPUTS:
             return None
+        if spec.index is not None:
+            return None
         if len({getattr(module.get_submodule(name), "out_features", 0) for name in ("k_proj", "v_proj")}) > 1:
             return None
         if any(p.dtype == torch.float32 for p in module.parameters()):

@@ -33,6 +33,12 @@ TWO_KINDS = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 CHUNKS = {"attention_chunk_size": 12, "layer_types": ["chunked_attention", "full_attention"]}
 INDEX = {"index_n_heads": 32}  # of two heads, many scores are 0, and the choice among equal ones is nobody's
+# Blocks are longer than the padding of these texts.
+BLOCKS = {
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "index_block_size": 6,
+    "index_topk_blocks": 2,
+}
 # Windows of 5 and of 3 tokens, and fewer keys that an index chooses than there are; experts by the token's number.
 HEAVY, SPARSE = "heavily_compressed_attention", "compressed_sparse_attention"
 COMPRESSED = {
@@ -51,6 +57,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("kimi_linear", LINEAR),
     ("lfm2_moe", {}),  # a convolution alone
     ("llama4_text", CHUNKS),
+    ("minimax_m3_vl_text", BLOCKS),
     ("mimo_v2_flash", WINDOW),
     ("mixtral", WINDOW),  # one mask for all
     ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "moe"]}),

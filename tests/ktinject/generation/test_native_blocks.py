@@ -67,6 +67,7 @@ def test_tokens_are_the_stock_loop_s(family: str) -> None:
         assert_native(model)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_turns(family: str) -> None:
     model, _ = made(family, **FAMILIES[family])
