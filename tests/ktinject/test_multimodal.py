@@ -104,7 +104,9 @@ def test_a_prompt_with_a_picture_in_every_family(name: str, tmp_path: Path) -> N
         assert written(model, **asked) == stock(model, **asked, max_new_tokens=10, do_sample=False).tolist()
 
 
-@pytest.mark.parametrize("name", [*IMAGES, "internvl", "qwen3_omni_moe_thinker"])
+@pytest.mark.parametrize(
+    "name", [*IMAGES, "internvl", "qwen3_omni_moe_thinker", "minimax_m3_vl", "nemotron_h_omni"]
+)
 def test_native_steps_behind_images(name: str, tmp_path: Path) -> None:
     """Their logits are those of transformers' steps, but for roundings."""
     if name not in multimodal.AVAILABLE:
@@ -113,7 +115,7 @@ def test_native_steps_behind_images(name: str, tmp_path: Path) -> None:
     plain = multimodal.tiny(name, num_experts_per_tok=6, n_group=1, topk_group=1)
     model = load(saved(plain.bfloat16(), tmp_path), dtype="bfloat16")
     prompt: dict[str, Any] = {"input_ids": IDS}
-    if name in IMAGES:
+    if name in (*IMAGES, "minimax_m3_vl", "nemotron_h_omni"):
         prompt = multimodal.image_prompt(name, rows=2, padding=3)
         prompt["pixel_values"] = prompt["pixel_values"].bfloat16()
     asked: dict[str, Any] = {

@@ -53,6 +53,22 @@ def language_path(model: Any) -> str:
     return layers.paths[0].rpartition(".")[0].rpartition(".")[0]
 
 
+def head_path(model: Any, path: str) -> str:
+    """The path of the output layer: of the model, or of the innermost module around a path that has one.
+
+    Raises  UnknownLayer
+    """
+    holders = ["", *(path[:at] for at, letter in enumerate(path) if letter == ".")]
+    found = [
+        f"{holder}.lm_head".strip(".")
+        for holder in holders
+        if isinstance(getattr(model.get_submodule(holder), "lm_head", None), nn.Module)
+    ]
+    if not found:
+        raise UnknownLayer("the model has nothing as lm_head, not a Module")
+    return found[-1]
+
+
 class _Reached(Exception):
     """Ends a forward that has got as far as the language part. Its argument is what that is given."""
 

@@ -66,7 +66,7 @@ class NativeLayers:
         )
         self.embed = child_of(self.module, embed, nn.Embedding, "the model")
         self.layers = child_of(self.module, "layers", nn.ModuleList, "the model")
-        child_of(model, "lm_head", nn.Module, "the model")
+        self._head_path = native_ends.head_path(model, self.path)
         if extra := held - {embed, "layers", rotary, last}:
             raise UnknownLayer(f"the model also holds {', '.join(sorted(extra))}")
         self.rotary = child_of(self.module, rotary, nn.Module, "the model") if rotary in held else None
@@ -99,7 +99,7 @@ class NativeLayers:
 
     def logits(self, model: Any, x: Tensor) -> Tensor:
         """[..., hidden] behind the last norm → [..., v]"""
-        found: Tensor = model.lm_head(x)
+        found: Tensor = model.get_submodule(self._head_path)(x)
         return self._logits_scale(found)
 
     def __len__(self) -> int:

@@ -25,6 +25,8 @@ from transformers import DynamicCache
 from ktinject import _native
 from ktinject.generation import feed_forward_spec, layer_probes, layer_spec
 from ktinject.generation.attention_probes import BY_HALVES, Turning
+from ktinject.generation.cpu import native_ends
+from ktinject.generation.cpu.native_parts import UnknownLayer
 from ktinject.generation.feed_forward_spec import DenseSpec, MoeSpec
 from ktinject.generation.layer_probes import Gating
 from ktinject.generation.layer_spec import DecoderLayerSpec, GroupedAttentionSpec
@@ -236,3 +238,18 @@ class TestGating:
         (both, _), (down, _) = linear(48, 40), linear(40, 24)
         with pytest.raises(ValueError, match="up_limit must not be negative"):
             _native.GatedUnit(both, None, down, up_limit=-1.0)
+
+
+class TestOutputLayer:
+    def test_within_the_language_part(self) -> None:
+        inner = nn.ModuleDict({"model": nn.Identity(), "lm_head": nn.Identity()})
+        both = nn.ModuleDict({"language_model": inner, "lm_head": nn.Identity()})
+        assert native_ends.head_path(nn.ModuleDict({"language_model": inner}), "language_model.model") == (
+            "language_model.lm_head"
+        )
+        assert native_ends.head_path(both, "language_model.model") == "language_model.lm_head"
+        assert native_ends.head_path(inner, "model") == "lm_head"
+
+    def test_that_is_none(self) -> None:
+        with pytest.raises(UnknownLayer, match="the model has nothing as lm_head"):
+            native_ends.head_path(nn.ModuleDict({"model": nn.Identity()}), "model")
