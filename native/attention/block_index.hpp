@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention/attention.hpp"
-#include "attention/indexer.hpp"
+#include "attention/projection.hpp"
 
 namespace ktinject::attention {
 

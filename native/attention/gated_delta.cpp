@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -22,6 +21,12 @@ constexpr float kLengthEpsilon = 1e-6f;
 
 void expect(const gemm::Linear* linear, int out, const char* name) {
   if (linear == nullptr || linear->config().out_features != out)
+    throw std::invalid_argument(std::string("gated delta rule: ") + name + ": expected " + std::to_string(out) +
+                                " outputs");
+}
+
+void expect(const Projection& layer, int out, const char* name) {
+  if (!layer || layer.out != out)
     throw std::invalid_argument(std::string("gated delta rule: ") + name + ": expected " + std::to_string(out) +
                                 " outputs");
 }
@@ -59,7 +64,7 @@ void GatedDelta::expect_projections() const {
   if (config_.is_interleaved()) {
     expect(config_.qkv, config_.channels() + config_.values(), "in_proj_qkvz");
     expect(config_.ba, 2 * config_.value_heads, "in_proj_ba");
-    if (config_.k != nullptr || config_.v != nullptr || config_.z_low != nullptr || config_.a_low != nullptr ||
+    if (config_.k != nullptr || config_.v != nullptr || config_.z_low != nullptr || config_.a_low ||
         config_.by_channels)
       throw std::invalid_argument("gated delta rule: what is interleaved has no other projections, and no channels");
     return;
@@ -67,8 +72,8 @@ void GatedDelta::expect_projections() const {
   expect(config_.z, config_.values(), "in_proj_z");
   expect(config_.ba, config_.value_heads, "in_proj_b");
   expect(config_.a, config_.decays(), "in_proj_a");
-  for (const auto& [low, high] : {std::pair{config_.z_low, config_.z}, {config_.a_low, config_.a}})
-    if (low != nullptr) expect(low, high->config().in_features, "what z or a is made of");
+  if (config_.z_low != nullptr) expect(config_.z_low, config_.z->config().in_features, "what z or a is made of");
+  if (config_.a_low) expect(config_.a_low, config_.a.in, "what z or a is made of");
   if (config_.k == nullptr && config_.v == nullptr) return expect(config_.qkv, config_.channels(), "in_proj_qkv");
   expect(config_.qkv, config_.keys(), "q_proj");
   expect(config_.k, config_.keys(), "k_proj");
@@ -77,16 +82,19 @@ void GatedDelta::expect_projections() const {
 
 bool GatedDelta::fits(int hidden) const {
   for (const gemm::Linear* linear :
-       {config_.qkv, config_.ba, config_.k, config_.v, config_.z_low, config_.a_low,
-        config_.z_low == nullptr ? config_.z : nullptr, config_.a_low == nullptr ? config_.a : nullptr})
+       {config_.qkv, config_.k, config_.v, config_.z_low, config_.z_low == nullptr ? config_.z : nullptr})
     if (linear != nullptr && linear->config().in_features != hidden) return false;
+  const Projection& decays = config_.a_low ? config_.a_low : config_.a;
+  if (config_.ba.in != hidden || (decays && decays.in != hidden)) return false;
   return config_.o->config().in_features == config_.values() && config_.o->config().out_features == hidden;
 }
 
-void GatedDelta::project_interleaved(const float* x, int batch, const Projected& to) const {
-  const int keys = config_.keys(), values = config_.values(), channels = config_.channels();
-  const gemm::Linear::Product products[] = {{config_.qkv, to.first}, {config_.ba, to.second}};
-  gemm::Linear::forward(products, x, DType::f32, batch);
+void GatedDelta::project_interleaved(const float* x, const Step& step, const Projected& to) const {
+  const int batch = step.batch, keys = config_.keys(), values = config_.values(), channels = config_.channels();
+  Products products;
+  products.add(config_.qkv, to.first);
+  products.add(config_.ba, to.second);
+  products.forward(x, batch, step.dtype);
   const int shared = config_.value_heads / config_.key_heads, part = shared * config_.value_size;
   const float *first = to.first, *second = to.second;
   for (int row = 0; row < batch; ++row)
@@ -109,19 +117,23 @@ void GatedDelta::project(const float* x, const Step& step, const Projected& to) 
   const gemm::StepOps& ops = gemm::step_ops();
   const int batch = step.batch, keys = config_.keys(), values = config_.values(), channels = config_.channels();
   if (config_.is_interleaved()) {
-    project_interleaved(x, batch, to);
+    project_interleaved(x, step, to);
   } else {
     const bool in_parts = config_.k != nullptr;
     float* parts[] = {to.first, to.first + product(batch, keys), to.first + product(batch, 2 * keys)};
     // Of a single row, they lie one behind the other as they are.
     if (batch == 1)
       for (int i = 0; i < 3; ++i) parts[i] = to.mixed + i * keys;
-    gemm::Linear::Product products[6] = {{config_.qkv, in_parts ? parts[0] : to.mixed}, {config_.ba, to.b}};
-    products[2] = {config_.z_low == nullptr ? config_.z : config_.z_low, config_.z_low == nullptr ? to.z : to.second};
-    products[3] = {config_.a_low == nullptr ? config_.a : config_.a_low, config_.a_low == nullptr ? to.a : to.third};
-    products[4] = {config_.k, parts[1]};
-    products[5] = {config_.v, parts[2]};
-    gemm::Linear::forward(std::span(products, in_parts ? 6 : 4), x, DType::f32, batch);
+    Products products;
+    products.add(config_.qkv, in_parts ? parts[0] : to.mixed);
+    products.add(config_.ba, to.b);
+    products.add(config_.z_low == nullptr ? config_.z : config_.z_low, config_.z_low == nullptr ? to.z : to.second);
+    products.add(config_.a_low ? config_.a_low : config_.a, config_.a_low ? to.third : to.a);
+    if (in_parts) {
+      products.add(config_.k, parts[1]);
+      products.add(config_.v, parts[2]);
+    }
+    products.forward(x, batch, step.dtype);
     for (int row = 0; in_parts && batch > 1 && row < batch; ++row) {
       float* mixed = to.mixed + product(row, channels);
       for (int i = 0; i < 3; ++i) {
@@ -129,13 +141,14 @@ void GatedDelta::project(const float* x, const Step& step, const Projected& to) 
         std::copy_n(parts[i] + product(row, count), count, mixed + i * keys);
       }
     }
-    auto widen = [&](const gemm::Linear* low, const gemm::Linear* high, float* from, float* out) {
-      if (low == nullptr) return;
-      ops.round(from, batch * low->config().out_features, step.dtype);
-      high->forward(from, DType::f32, batch, out);
-    };
-    widen(config_.z_low, config_.z, to.second, to.z);
-    widen(config_.a_low, config_.a, to.third, to.a);
+    if (config_.z_low != nullptr) {
+      ops.round(to.second, batch * config_.z_low->config().out_features, step.dtype);
+      config_.z->forward(to.second, DType::f32, batch, to.z);
+    }
+    if (config_.a_low) {
+      ops.round(to.third, batch * config_.a_low.out, step.dtype);
+      config_.a.forward(to.third, batch, step.dtype, to.a);
+    }
   }
   ops.round(to.mixed, batch * channels, step.dtype);
   ops.round(to.z, batch * values, step.dtype);
@@ -203,8 +216,7 @@ void GatedDelta::forward(const float* x, const Step& step, const LayerCache& cac
                                                      : in_parts ? channels
                                                                 : 0)),
                second_at = arrays.take(product(batch, in_two ? 2 * heads : outputs(config_.z_low))),
-               third_at = arrays.take(product(batch, outputs(config_.a_low))),
-               sum_at = arrays.take(product(batch, values));
+               third_at = arrays.take(product(batch, config_.a_low.out)), sum_at = arrays.take(product(batch, values));
   const runtime::Scratch memory(arrays.count());
   float *mixed = memory + mixed_at, *sum = memory + sum_at;
   const Projected projected{

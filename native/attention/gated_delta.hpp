@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention/attention.hpp"
+#include "attention/projection.hpp"
 
 namespace ktinject::attention {
 
@@ -24,8 +25,8 @@ struct GatedDeltaConfig {
   // Either the first two, which give [key_heads, q | k | v | z] and [key_heads, b | a], where a head of keys has
   // several of values; or all four: [q | k | v], z, b and a. With k and v, the first one gives q alone. What is given
   // as z_low and a_low gives z and a what they take, else that is x.
-  const gemm::Linear *qkv = nullptr, *ba = nullptr, *z = nullptr, *a = nullptr;
-  const gemm::Linear *k = nullptr, *v = nullptr, *z_low = nullptr, *a_low = nullptr;
+  const gemm::Linear *qkv = nullptr, *z = nullptr, *k = nullptr, *v = nullptr, *z_low = nullptr;
+  Projection ba, a, a_low;
   const gemm::Linear* o = nullptr;
   const void* taps_weight = nullptr;  // [channels, taps] of the model's dtype
   int taps = 0;
@@ -54,7 +55,7 @@ class GatedDelta final : public DecoderAttention {
   struct Projected;
   void expect_projections() const;
   void project(const float* x, const Step& step, const Projected& to) const;
-  void project_interleaved(const float* x, int batch, const Projected& to) const;
+  void project_interleaved(const float* x, const Step& step, const Projected& to) const;
   void advance(const Projected& from, const Step& step, const LayerCache& cache, float* sum) const;
   // Rows first to first + step.together() - 1 of that.
   void advance_rows(int first, const Projected& from, const Step& step, const LayerCache& cache, float* sum) const;

@@ -15,29 +15,10 @@
 namespace ktinject::attention {
 namespace {
 
-// Places of a task, and rows of a plain weight.
 constexpr int kPlacesOfTask = 64;
-constexpr int kRowsOfTask = 16;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 }  // namespace
-
-void Projection::forward(const float* x, int rows, DType model, float* y) const {
-  const gemm::StepOps& ops = gemm::step_ops();
-  if (linear != nullptr) {
-    linear->forward(x, DType::f32, rows, y);
-    ops.round(y, rows * out, model);
-    return;
-  }
-  const runtime::Session session;
-  const int blocks = (out + kRowsOfTask - 1) / kRowsOfTask;
-  each(*session, product(rows, out, in) < kSerialProducts, rows * blocks, [&](int index, int) {
-    const int row = index / blocks, first = index % blocks * kRowsOfTask;
-    const auto* w = static_cast<const std::byte*>(weight) + product(first, in) * dtype_bytes(dtype);
-    ops.rows_times(w, x + product(row, in), std::min(kRowsOfTask, out - first), in, dtype,
-                   y + product(row, out) + first);
-  });
-}
 
 Indexer::Indexer(IndexerConfig config) : config_(config) {
   if (config_.heads < 1 || config_.size < 1 || config_.top_k < 1 || config_.rotary < 0 || config_.rotary % 2 != 0 ||

@@ -3,18 +3,9 @@
 #pragma once
 
 #include "attention/attention.hpp"
+#include "attention/projection.hpp"
 
 namespace ktinject::attention {
-
-// y = W x, rounded: of a packed layer to the model's dtype, else to that of its weight [out, in].
-struct Projection {
-  const gemm::Linear* linear = nullptr;
-  const void* weight = nullptr;
-  DType dtype = DType::bf16;
-  int out = 0, in = 0;
-
-  void forward(const float* x, int rows, DType model, float* y) const;
-};
 
 struct IndexerConfig {
   Projection q, k, weights;  // q [heads * size] of the low-rank query; key [size] and weights [heads] of x

@@ -37,6 +37,12 @@ struct HeldNorm {
   attention::Norm norm;
 };
 
+// A plain weight that a projection points to.
+struct HeldProjection {
+  std::optional<Input> weight;
+  attention::Projection projection;
+};
+
 attention::Norm norm_of(const HeldNorm* held) { return held == nullptr ? attention::Norm() : held->norm; }
 
 // What all layers keep of the tokens before.
@@ -222,21 +228,21 @@ void def_state(nb::module_& m) {
           nb::arg("first"), nb::arg("second"), nb::arg("third") = nb::make_tuple());
 }
 
-void init_gated_delta(attention::GatedDelta* self, const gemm::Linear& qkv, const gemm::Linear& ba,
-                      const gemm::Linear* z, const gemm::Linear* a, const gemm::Linear& o, const Input& taps,
+void init_gated_delta(attention::GatedDelta* self, const gemm::Linear& qkv, const HeldProjection& ba,
+                      const gemm::Linear* z, const HeldProjection* a, const gemm::Linear& o, const Input& taps,
                       const FloatVector& a_log, const FloatVector& dt_bias, const HeldNorm& norm, int key_heads,
                       int value_heads, int key_size, int value_size, const gemm::Linear* k, const gemm::Linear* v,
-                      const gemm::Linear* z_low, const gemm::Linear* a_low, bool by_channels) {
+                      const gemm::Linear* z_low, const HeldProjection* a_low, bool by_channels) {
   attention::GatedDeltaConfig config;
   config.qkv = &qkv;
-  config.ba = &ba;
+  config.ba = ba.projection;
   config.z = z;
-  config.a = a;
+  if (a != nullptr) config.a = a->projection;
   config.o = &o;
   config.k = k;
   config.v = v;
   config.z_low = z_low;
-  config.a_low = a_low;
+  if (a_low != nullptr) config.a_low = a_low->projection;
   config.by_channels = by_channels;
   config.taps_weight = taps.data();
   config.taps = size_of(taps.shape(1), "taps");
@@ -326,12 +332,6 @@ void def_mamba2(nb::module_& m) {
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
            nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>());
 }
-
-// A plain weight that a projection points to.
-struct HeldProjection {
-  std::optional<Input> weight;
-  attention::Projection projection;
-};
 
 void def_indexer(nb::module_& m) {
   nb::class_<HeldProjection>(m, "Projection", "A linear layer without a bias: packed, or of a weight [out, in].")

@@ -127,9 +127,10 @@ def with_sinks() -> dict[str, Any]:
 
 def delta() -> dict[str, Any]:
     """Two heads of keys and of values, 16 values each; a convolution over 4 tokens."""
-    qkv, ba, o = linear(3 * 32, 64), linear(2, 64), linear(64, 32)
+    qkv, o = linear(3 * 32, 64), linear(64, 32)
+    ba, a = (_native.Projection(linear=linear(2, 64)) for _ in range(2))
     norm = _native.Norm(torch.ones(16), 1e-6)
-    return {"qkv": qkv, "ba": ba, "z": linear(32, 64), "a": linear(2, 64), "o": o, "norm": norm,
+    return {"qkv": qkv, "ba": ba, "z": linear(32, 64), "a": a, "o": o, "norm": norm,
             "taps": torch.zeros(3 * 32, 4), "a_log": torch.zeros(2), "dt_bias": torch.zeros(2),
             "key_heads": 2, "value_heads": 2, "key_size": 16, "value_size": 16}  # fmt: skip
 
@@ -192,6 +193,7 @@ def decoder() -> tuple[Callable[..., Any], dict[str, Any]]:
         "last": 1,
         "final_norm": norm,
         "live": torch.ones(2, dtype=torch.bool),
+        "positions": torch.tensor([3, 2]),
     }
     return made.forward, {"x": torch.randn(2, 64), **tables, **call, "out": torch.zeros(2, 64)}
 

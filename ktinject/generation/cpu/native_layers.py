@@ -17,7 +17,15 @@ from ktinject.generation.block_index_spec import BlockIndexSpec
 from ktinject.generation.cache_layers import LayerKind, kinds_of
 from ktinject.generation.cpu import native_ends
 from ktinject.generation.cpu.native_feed_forward import feed_forward
-from ktinject.generation.cpu.native_parts import UnknownLayer, child_of, known, linear, norm, wide
+from ktinject.generation.cpu.native_parts import (
+    UnknownLayer,
+    child_of,
+    known,
+    linear,
+    norm,
+    projection,
+    wide,
+)
 from ktinject.generation.cpu.native_rotation import Rotations
 from ktinject.generation.cpu.native_states import state_twin
 from ktinject.generation.indexer_spec import IndexerSpec
@@ -28,7 +36,6 @@ from ktinject.generation.layer_spec import (
     NormSpec,
     StateSpec,
 )
-from ktinject.hf import adapters
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_linear import CpuLinear
 
@@ -236,9 +243,9 @@ def _indexer(spec: IndexerSpec, module: Any, dtype: torch.dtype) -> Any:
     if weight.dtype != dtype or bias.dtype != dtype:
         raise UnknownLayer(f"the norm of its {type(module).__name__} is {weight.dtype}")
     return _native.Indexer(
-        q=_projection(module, "wq_b"),
-        k=_projection(module, "wk"),
-        weights=_projection(module, "weights_proj"),
+        q=projection(module, "wq_b"),
+        k=projection(module, "wk"),
+        weights=projection(module, "weights_proj"),
         norm_weight=weight,
         norm_bias=bias,
         epsilon=spec.epsilon,
@@ -253,8 +260,8 @@ def _indexer(spec: IndexerSpec, module: Any, dtype: torch.dtype) -> Any:
 def _block_index(spec: BlockIndexSpec, module: Any, dtype: torch.dtype) -> Any:
     """What chooses the blocks of places that grouped attention attends to."""
     return _native.BlockIndex(
-        q=_projection(module, "q_proj"),
-        k=_projection(module, "k_proj"),
+        q=projection(module, "q_proj"),
+        k=projection(module, "k_proj"),
         q_norm=norm(NormSpec("q_norm", spec.q_norm), module, dtype),
         k_norm=norm(NormSpec("k_norm", spec.k_norm), module, dtype),
         heads=spec.heads,
@@ -263,13 +270,3 @@ def _block_index(spec: BlockIndexSpec, module: Any, dtype: torch.dtype) -> Any:
         top_k=spec.top_k,
         local=spec.local,
     )
-
-
-def _projection(module: Any, name: str) -> Any:
-    """A linear layer that is packed, or one of torch's."""
-    layer = adapters.unadapted(getattr(module, name))
-    if isinstance(layer, CpuLinear):
-        return _native.Projection(linear=layer.native)
-    if type(layer) is not nn.Linear or layer.bias is not None or not layer.weight.is_contiguous():
-        raise UnknownLayer(f"its {name} is a {type(layer).__name__} that is not known")
-    return _native.Projection(weight=layer.weight.detach())

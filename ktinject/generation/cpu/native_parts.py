@@ -40,6 +40,16 @@ def linear(module: Any, name: str) -> Any:
     return child_of(module, name, CpuLinear).native
 
 
+def projection(module: Any, name: str) -> Any:
+    """A linear layer that is packed, or one of torch's."""
+    layer = adapters.unadapted(getattr(module, name))
+    if isinstance(layer, CpuLinear):
+        return _native.Projection(linear=layer.native)
+    if type(layer) is not nn.Linear or layer.bias is not None or not layer.weight.is_contiguous():
+        raise UnknownLayer(f"its {name} is a {type(layer).__name__} that is not known")
+    return _native.Projection(weight=layer.weight.detach())
+
+
 def norm(spec: NormSpec | None, owner: nn.Module, dtype: torch.dtype) -> Any:
     """The norm at the spec's path below its owner, if there is one."""
     if spec is None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ktinject import _native
 from ktinject.generation import layer_spec
-from ktinject.generation.cpu.native_parts import UnknownLayer, known, linear, norm, wide
+from ktinject.generation.cpu.native_parts import UnknownLayer, known, linear, norm, projection, wide
 from ktinject.generation.layer_spec import StateSpec
 from ktinject.generation.recurrent_spec import GatedDeltaSpec, KimiDeltaSpec, Mamba1Spec, Mamba2Spec
 
@@ -45,9 +45,9 @@ def _delta(spec: GatedDeltaSpec, module: Any, dtype: torch.dtype, copies: list[t
     in_two = spec.is_interleaved
     return _native.GatedDelta(
         qkv=linear(module, "in_proj_qkvz" if in_two else "in_proj_qkv"),
-        ba=linear(module, "in_proj_ba" if in_two else "in_proj_b"),
+        ba=projection(module, "in_proj_ba" if in_two else "in_proj_b"),
         z=None if in_two else linear(module, "in_proj_z"),
-        a=None if in_two else linear(module, "in_proj_a"),
+        a=None if in_two else projection(module, "in_proj_a"),
         o=linear(module, "out_proj"),
         taps=_taps(module.conv1d, "conv1d", dtype),
         a_log=wide(module.A_log, copies),
@@ -69,11 +69,11 @@ def _kimi_delta(
         qkv=linear(module, "q_proj"),
         k=linear(module, "k_proj"),
         v=linear(module, "v_proj"),
-        ba=linear(module, "b_proj"),
+        ba=projection(module, "b_proj"),
         z_low=linear(module, "g_a_proj"),
         z=linear(module, "g_b_proj"),
-        a_low=linear(gate, "f_a_proj"),
-        a=linear(gate, "f_b_proj"),
+        a_low=projection(gate, "f_a_proj"),
+        a=projection(gate, "f_b_proj"),
         o=linear(module, "o_proj"),
         taps=_taps(module.conv1d, "conv1d", dtype),
         a_log=wide(gate.A_log, copies).flatten(),

@@ -64,6 +64,15 @@ def test_formats(weights: str) -> None:
     assert_as_exact_as_its_own(model, truth, INT8_TOLERANCE)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_in_fp32(family: str) -> None:
+    """Whose gates stay as they are: no operator of the CPU computes in fp32."""
+    variables = dict.fromkeys(("experts", "dense", "head"), "int8")
+    model = exact(family, **SURE)
+    model = ktinject.optimize(model, "auto", devices=["cpu"], variables=variables, progress=False)
+    assert_as_exact_as_its_own(model, exact(family, **SURE), INT8_TOLERANCE)
+
+
 def test_a_cache_that_grows() -> None:
     model = model_of("qwen3_next")
     assert_same_tokens(model, {**prompt(1, 250, padding=0), "eos_token_id": None})

@@ -35,7 +35,7 @@ SIZES: list[dict[str, Any]] = [
 
 
 def made(
-    weights: str = "bf16", wide: bool = False, **changes: Any
+    weights: str = "bf16", wide: bool = False, dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A swapped model, and the same before in fp32. wide: with what from_pretrained leaves in fp32."""
 
@@ -46,7 +46,7 @@ def made(
                 if name.endswith((".dt_bias", ".A_log")):
                     values = torch.linspace(-2.5, 1.3, parameter.numel())
                     parameter.copy_(values.view_as(parameter))
-        return model
+        return model.to(dtype)
 
     model, truth = one(), one()
     if wide:
@@ -72,6 +72,15 @@ def test_what_from_pretrained_leaves_in_fp32() -> None:
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_formats(weights: str) -> None:
     assert_as_exact_as_its_own(*made(weights), INT8_TOLERANCE)
+
+
+@pytest.mark.parametrize("sizes", [SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.nightly)], ids=str)
+def test_models_in_fp32(sizes: dict[str, Any]) -> None:
+    """Whose gates stay as they are: no operator of the CPU computes in fp32."""
+    model, truth = made("int8", dtype=torch.float32, **sizes)
+    attention = next(layer.self_attn for layer in model.model.layers if hasattr(layer.self_attn, "b_proj"))
+    assert type(attention.b_proj) is type(attention.forget_gate.f_a_proj) is nn.Linear
+    assert_as_exact_as_its_own(model, truth, INT8_TOLERANCE)
 
 
 def test_specs() -> None:
@@ -131,13 +140,17 @@ def given(**changes: Any) -> dict[str, Any]:
     """Two heads of 8 values, from 40."""
     norm = _native.Norm(torch.ones(8), 1e-6, rounds_first=False)
     heads = {"key_heads": 2, "value_heads": 2, "key_size": 8, "value_size": 8, "by_channels": True}
-    return {
+    arguments = {
         **{name: linear(16, 40)[0] for name in ("qkv", "k", "v")},
         **{name: linear(12, 40)[0] for name in ("z_low", "a_low")},
         **{name: linear(16, 12)[0] for name in ("z", "a")},
         "ba": linear(2, 40)[0], "o": linear(40, 16)[0], "taps": torch.zeros(48, 4).bfloat16(),
         "a_log": torch.zeros(2), "dt_bias": torch.zeros(16), "norm": norm, **heads, **changes,
     }  # fmt: skip
+    for name in ("ba", "a", "a_low"):
+        if arguments[name] is not None:
+            arguments[name] = _native.Projection(linear=arguments[name])
+    return arguments
 
 
 class TestNative:
