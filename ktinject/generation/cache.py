@@ -73,10 +73,12 @@ class KVBucket(Cache):
         self._states = states
 
     def states_of(self, index: int) -> tuple[Tensor, ...]:
-        """The states of fixed size of a layer: what a step that is repeated must find as it was."""
+        """The states of fixed size of a layer, or what a step writes of its compressed keys: what a step that is
+        repeated must find as it was.
+        """
         layer, found = self.layers[index], self._states[index]
         if isinstance(layer, CompressedLayer):
-            return layer.states
+            return layer.written
         return () if found is None else found[1]
 
     def keep_in_place(self, index: int | None = None) -> None:

@@ -31,6 +31,8 @@ from ktinject.support import SUPPORTED, Support
 
 # Frequencies of these do not depend on how long a text is.
 _ROTATIONS = ("default", "linear", "llama3", "yarn")
+# The gate of a token that is not there. Unlike -inf, it may be subtracted from itself.
+_NO_WEIGHT = -1e9
 
 
 @dataclass
@@ -76,9 +78,14 @@ class CompressedLayer(BucketLayer):
         self.rate, self.parts = rate, parts
 
     @property
-    def states(self) -> tuple[Tensor, ...]:
-        """What a step that is repeated must find as it was."""
-        return tuple(held for part in self.parts.values() for held in part.overlap)
+    def written(self) -> tuple[Tensor, ...]:
+        """What a step writes beside the ring; the host waits for the next token's place."""
+        window = int(self.cache_position) // self.rate
+        return tuple(
+            held
+            for part in self.parts.values()
+            for held in (part.kv, part.gate, part.keys[:, window : window + 1], *part.overlap)
+        )
 
     @property
     def is_complete(self) -> Tensor:
@@ -153,7 +160,7 @@ class Compressed:
 
     @property
     def states(self) -> tuple[Tensor, ...]:
-        """As `CompressedLayer.states`."""
+        """What a step that is repeated must find as it was."""
         return tuple(held for part in self.parts.values() for held in part.overlap)
 
     def tensors(self, tokens: int) -> Iterator[Tensor]:
@@ -187,9 +194,9 @@ class Compressed:
                 fill_rows(to.zero_()[:, : held.shape[1]], held)
             if part.overlap_kv is not None and part.overlap_gate is not None:
                 kv, gate = layer.overlap_kv[name], layer.overlap_gate[name]
-                if kv is None:  # as transformers has it before the first window: of no weight
+                if kv is None:  # before the first window
                     part.overlap_kv.zero_()
-                    part.overlap_gate.fill_(float("-inf"))
+                    part.overlap_gate.fill_(_NO_WEIGHT)
                     continue
                 part.gate_dtype = gate.dtype
                 fill_rows(part.overlap_kv, kv)
@@ -299,7 +306,7 @@ def hiding(compressors: Sequence[nn.Module]) -> Iterator[None]:
     before = [(module, vars(module).get("forward")) for module in compressors]
     try:
         for module in compressors:
-            vars(module)["forward"] = _hiding(module.forward)
+            vars(module)["forward"] = with_hidden(module.forward)
         yield
     finally:
         for module, forward in before:
@@ -308,9 +315,11 @@ def hiding(compressors: Sequence[nn.Module]) -> Iterator[None]:
                 vars(module)["forward"] = forward
 
 
-def _hiding(
+def with_hidden(
     forward: Callable[..., tuple[Tensor, Tensor | None]],
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A compressor's forward that says what is hidden of its keys in a step."""
+
     def run(
         hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, cache: Any, layer_idx: int
     ) -> tuple[Tensor, Tensor | None]:

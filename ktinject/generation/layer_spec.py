@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ktinject.generation import (
     attention_probes,
     block_index_spec,
+    compressed_spec,
     feed_forward_spec,
     indexer_spec,
     layer_probes,
@@ -26,6 +27,7 @@ from ktinject.generation import (
 )
 from ktinject.generation.attention_probes import BY_HALVES, PLAIN_OUTPUTS, Outputs, Turning
 from ktinject.generation.block_index_spec import BlockIndexSpec
+from ktinject.generation.compressed_spec import CompressorSpec, SharedKeyAttentionSpec
 from ktinject.generation.cpu import openmp
 from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, RouterSpec
 from ktinject.generation.indexer_spec import IndexerSpec
@@ -145,6 +147,8 @@ PartSpec = (
     | RotationSpec
     | HyperConnectionSpec
     | StreamsLayerSpec
+    | SharedKeyAttentionSpec
+    | CompressorSpec
 )
 
 
@@ -357,6 +361,11 @@ def parts(model: nn.Module) -> Iterator[tuple[str, PartSpec]]:
             found = streams_spec.of_layer(module)
         elif streams_spec.is_connection(module):
             found = streams_spec.of_connection(module)
+        elif compressed_spec.is_attention(module):
+            found = compressed_spec.of_attention(module)
+            if isinstance(found, SharedKeyAttentionSpec):
+                for below, compressor in compressed_spec.compressors(module, found.layer_idx):
+                    yield f"{path}.{below}", compressor
         elif {*_NORMS, "mlp"} <= children and children & {_LAYER.attention, _LINEAR_LAYER.attention}:
             found = of_layer(module)
         elif finder is not None:

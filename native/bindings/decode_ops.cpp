@@ -11,6 +11,7 @@
 #include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
 #include "cuda/decode_choose.hpp"
+#include "cuda/decode_compress.hpp"
 #include "cuda/decode_delta.hpp"
 #include "cuda/decode_linear.hpp"
 #include "cuda/decode_ops.hpp"
@@ -349,6 +350,58 @@ void def_streams(nb::module_& m) {
       "Residual streams mixed, and a layer's part added.");
 }
 
+void def_compressed(nb::module_& m) {
+  m.def(
+      "compress",
+      [](Address<> kv, Address<> gate, int64_t kv_stride, int64_t gate_stride, Address<> held_kv, Address<> held_gate,
+         Address<const float> bias, Address<> overlap_kv, Address<float> overlap_gate, Address<const float> norm,
+         float eps, Address<const float> angles, float scale, Address<const int64_t> cache_position,
+         Address<const int64_t> positions, int64_t positions_stride, Address<> keys, int64_t keys_stride,
+         Address<> added, int rows, int rate, int d, int windows, int turned, DType dtype, cuda::Stream stream) {
+        cuda::compress({.kv = kv,
+                        .gate = gate,
+                        .kv_stride = kv_stride,
+                        .gate_stride = gate_stride,
+                        .held_kv = held_kv,
+                        .held_gate = held_gate,
+                        .bias = bias,
+                        .overlap_kv = overlap_kv,
+                        .overlap_gate = overlap_gate,
+                        .norm = norm,
+                        .angles = angles,
+                        .eps = eps,
+                        .scale = scale,
+                        .cache_position = cache_position,
+                        .positions = positions,
+                        .positions_stride = positions_stride,
+                        .keys = keys,
+                        .keys_stride = keys_stride,
+                        .added = added,
+                        .rows = rows,
+                        .rate = rate,
+                        .d = d,
+                        .windows = windows,
+                        .turned = turned},
+                       dtype, stream);
+      },
+      nb::kw_only(), nb::arg("kv"), nb::arg("gate"), nb::arg("kv_stride"), nb::arg("gate_stride"), nb::arg("held_kv"),
+      nb::arg("held_gate"), nb::arg("bias"), nb::arg("overlap_kv"), nb::arg("overlap_gate"), nb::arg("norm"),
+      nb::arg("eps"), nb::arg("angles"), nb::arg("scale"), nb::arg("cache_position"), nb::arg("positions"),
+      nb::arg("positions_stride"), nb::arg("keys"), nb::arg("keys_stride"), nb::arg("added"), nb::arg("rows"),
+      nb::arg("rate"), nb::arg("d"), nb::arg("windows"), nb::arg("turned"), nb::arg("dtype"), nb::arg("stream"),
+      "A token more of a window of compressed keys, and its key.");
+  m.def(
+      "turn_heads",
+      [](Address<> x, Address<> cos, Address<> sin, Address<> out, int64_t x_stride, int64_t angle_stride, float eps,
+         bool is_back, int rows, int heads, int size, int angles, DType dtype, cuda::Stream stream) {
+        cuda::turn_heads({x, cos, sin, out, x_stride, angle_stride, eps, is_back, rows, heads, size, angles}, dtype,
+                         stream);
+      },
+      nb::kw_only(), nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("out"), nb::arg("x_stride"),
+      nb::arg("angle_stride"), nb::arg("eps"), nb::arg("is_back"), nb::arg("rows"), nb::arg("heads"), nb::arg("size"),
+      nb::arg("angles"), nb::arg("dtype"), nb::arg("stream"), "Heads whose last values turn in pairs.");
+}
+
 }  // namespace
 
 void init_decode_ops(nb::module_& m) {
@@ -360,6 +413,7 @@ void init_decode_ops(nb::module_& m) {
   def_next_token(m);
   def_routing(m);
   def_streams(m);
+  def_compressed(m);
 }
 
 }  // namespace ktinject

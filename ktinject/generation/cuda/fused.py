@@ -10,6 +10,8 @@ kernels:
     linear attention  norm, input projections | convolution, gated delta rule, norm | output projection, residual
     Mamba-2           input projection | convolution, update of the state, norm | output projection
     a short convolution, as that
+    residual streams  the streams collapsed | norm, a part of the layer | added to the mixed streams
+    compressed keys   projections | a window's key; and heads turned, as attention needs them
     its parts         a norm, attention or a router, if the layer around them is not known
     before            cos and sin of the rotary embedding
 
@@ -19,6 +21,7 @@ and a module keeps its own forward if the results differ.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,6 +32,7 @@ from torch import Tensor, nn
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.generation import compressed, consecutive, layer_spec
 from ktinject.generation.cache import KVBucket
+from ktinject.generation.compressed_spec import SharedKeyAttentionSpec
 from ktinject.generation.cuda.fused_steps import connect, step_of
 from ktinject.generation.cuda.projections import Step
 from ktinject.generation.layer_spec import DecoderLayerSpec, GatedDeltaSpec, GroupedAttentionSpec, PartSpec
@@ -91,7 +95,8 @@ class Fused:
         self._whole = {
             path for path, spec in specs.items() if isinstance(spec, StreamsLayerSpec)
         } | self._layers
-        self._attends = {path for path, spec in specs.items() if isinstance(spec, GroupedAttentionSpec)}
+        attends = GroupedAttentionSpec, SharedKeyAttentionSpec
+        self._attends = {path for path, spec in specs.items() if isinstance(spec, attends)}
 
         def steps(model: nn.Module) -> Iterator[tuple[str, nn.Module, Step]]:
             for path, spec in specs.items():
@@ -143,7 +148,9 @@ class Fused:
                 self._steps.pop(path, None)
 
     def _comparing(self, path: str, module: nn.Module, step: Step) -> Step:
-        own = type(module).forward
+        own: Step = functools.partial(type(module).forward, module)
+        if module in self._compressors:
+            own = compressed.with_hidden(own)
         is_layer = path in self._layers
         attends = path in self._attends
         tolerance: dict[Any, float] = {"": _LAYER_TOLERANCE} if path in self._whole else _TOLERANCE
@@ -151,9 +158,9 @@ class Fused:
             tolerance = _EAGER_TOLERANCE
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            states = _states(kwargs, self._layer_of.get(path))
+            states = _states(args, kwargs, self._layer_of.get(path))
             before = [state.clone() for state in states]
-            theirs = theirs_of = own(module, *args, **kwargs)
+            theirs = theirs_of = own(*args, **kwargs)
             behind = [state.clone() for state in states]
             _put(states, before)
             part = next((p for p in self.refused if is_layer and p.startswith(f"{path}.")), None)
@@ -196,9 +203,9 @@ def _layer_index(spec: PartSpec) -> int | None:
     return getattr(attention, "layer_idx", None)
 
 
-def _states(kwargs: Mapping[str, Any], index: int | None) -> tuple[Tensor, ...]:
+def _states(args: Sequence[Any], kwargs: Mapping[str, Any], index: int | None) -> tuple[Tensor, ...]:
     """The states of fixed size that a part changes; one that is computed twice must find them as they were."""
-    cache = compat.cache_of(kwargs)
+    cache = next((value for value in args if isinstance(value, KVBucket)), None) or compat.cache_of(kwargs)
     return cache.states_of(index) if isinstance(cache, KVBucket) and index is not None else ()
 
 
@@ -222,8 +229,12 @@ def _agreement(ours: Any, theirs: Any, tolerance: dict[Any, float]) -> Support:
             return Support.no(f"an output is {list(a.shape)} {a.dtype}, not {list(b.shape)} {b.dtype}")
         if not b.dtype.is_floating_point:
             continue  # ids with equal weights may be swapped; the weights are compared anyway
-        error = (a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-20)
-        if not error <= tolerance.get("", tolerance.get(b.dtype, 0.0)):
+        allowed = tolerance.get("", tolerance.get(b.dtype, 0.0))
+        a, b = a.float(), b.float()
+        # What hides keys is -inf in both.
+        differs = torch.where(a == b, 0.0, a - b).norm()
+        error = differs / torch.where(b.isinf(), 0.0, b).norm().clamp(min=1e-20)
+        if not error <= allowed:
             return Support.no(f"relative difference {error.item():.2g}")
     return SUPPORTED
 

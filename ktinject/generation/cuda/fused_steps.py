@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktinject.generation.cuda import decode_ops, delta_steps
+from ktinject.generation.compressed_spec import CompressorSpec, SharedKeyAttentionSpec
+from ktinject.generation.cuda import compressed_steps, decode_ops, delta_steps
 from ktinject.generation.cuda.attention_steps import attention_of, attention_step, cache_of
 from ktinject.generation.cuda.decode_ops import Norm
 from ktinject.generation.cuda.delta_ops import States
@@ -56,6 +57,11 @@ def step_of(spec: PartSpec, module: Any, block_counts: Tensor) -> Step | None:
         return _rotation_step(spec, module)
     if isinstance(spec, HyperConnectionSpec):
         return connection_step(spec, module, block_counts)
+    if isinstance(spec, SharedKeyAttentionSpec):
+        return compressed_steps.attention_step(spec, module)
+    if isinstance(spec, CompressorSpec):
+        make = compressed_steps.indexer_step if spec.name == "indexer" else compressed_steps.compressor_step
+        return make(spec, module)
     if isinstance(spec, StreamsLayerSpec):
         return streams_layer_step(module)
     if isinstance(spec, DecoderLayerSpec):
