@@ -107,8 +107,9 @@ def test_steps_are_the_modules(monkeypatch: pytest.MonkeyPatch, topk: int) -> No
         monkeypatch.setattr(streams_ops, name, function)
     model = of_kinds(*KINDS, index_topk=topk)
     decoding = model.ktinject_decoding
-    for length, padding in ((17, 5), (1, 0)):
-        arguments = request(2, length, 14, padding=padding)
+    # One of them begins before the first window.
+    for length, padding in ((17, 5), (1, 0))[topk > 8 :]:
+        arguments = request(2, length, 10, padding=padding)
         wanted = model.generate(**arguments)
         runner, own = decoding.runners[2], decoding.runners[2]._forward
         fused = Fused(model)
