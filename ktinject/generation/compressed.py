@@ -273,14 +273,18 @@ def positions_support(positions: Tensor | None, tokens: int) -> Support:
     return Support.no(f"a token behind {tokens} has a greater position, by which compressed keys are chosen")
 
 
+def class_of(model: nn.Module) -> Any:
+    """The class of models with compressed keys that a model is of; None: it is of none that we know."""
+    names = compat.COMPRESSED_MODELS
+    return next((base for base in type(model).__mro__ if f"{base.__module__}:{base.__name__}" in names), None)
+
+
 def model_support(model: nn.Module) -> Support:
     """Whether we know steps of a model as free of host decisions of which transformers does not say so.
 
     It says so of no model with compressed keys, whose caches have no static form there.
     """
-    if not any(
-        f"{base.__module__}:{base.__name__}" in compat.COMPRESSED_MODELS for base in type(model).__mro__
-    ):
+    if class_of(model) is None:
         return Support.no(f"transformers does not say that {type(model).__name__} is free of host decisions")
     if not (known := compat.support("compressed")):
         return known

@@ -29,7 +29,7 @@ from transformers import (
 from ktinject.generation import (
     block_index_spec,
     cache_layers,
-    compressed,
+    compressed_probe,
     kept_cache,
     masks,
     sampling,
@@ -63,7 +63,7 @@ def graph_support(model: PreTrainedModel) -> Support:
     fixed = {o.name for o in model.modules() if isinstance(o, Operator) and not o.capturable}
     if fixed:
         return Support.no(f"{', '.join(sorted(fixed))} cannot be captured")
-    if not model._can_compile_fullgraph and not (known := compressed.model_support(model)):
+    if not model._can_compile_fullgraph and not (known := compressed_probe.support(model)):
         return known
     return attention_support(model)
 

@@ -14,11 +14,12 @@ from test_layer_kinds import COMPRESSED, HEAVY, SPARSE, assert_same_windows, gpu
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ktinject.generation import compressed, several
+from ktinject.generation import compressed, compressed_probe, several
 from ktinject.generation.cache import FixedCache
 from ktinject.generation.cache_layers import kinds_of, tensors_of
 from ktinject.generation.compressed import Steps
 from ktinject.hf import compat
+from ktinject.operators.probes.answer import Memory
 from ktinject.support import SUPPORTED
 
 torch.set_num_threads(1)
@@ -144,6 +145,25 @@ def test_what_a_step_does_twice_it_does_once() -> None:
     for tensor, value in zip(cache.state, before):
         tensor.copy_(value)
     assert torch.equal(step(), first)
+
+
+@V4
+class TestProbe:
+    def test_of_a_swapped_model(self) -> None:
+        model, before = of_kinds(*KINDS), torch.get_rng_state()
+        assert compressed_probe.support(model) == SUPPORTED
+        assert torch.equal(torch.get_rng_state(), before), "nobody's random numbers are used up"
+
+    def test_sees_keys_that_are_not_hidden(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compressed_probe, "_ANSWERS", Memory())
+        monkeypatch.setattr(compressed, "with_hidden", lambda forward: forward)
+        found = compressed_probe.support(of_kinds(HEAVY))
+        assert found.reason.startswith("its steps on caches of fixed size differ from its own: relative diff")
+
+    def test_says_what_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compressed_probe, "_ANSWERS", Memory())
+        monkeypatch.delattr(compressed.CompressedLayer, "update_overlap_state")
+        assert "update_overlap_state" in compressed_probe.support(of_kinds(SPARSE)).reason
 
 
 @V4
