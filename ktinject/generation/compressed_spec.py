@@ -119,7 +119,8 @@ def _of_compressor(
     if {bias.dtype, module.kv_norm.weight.dtype} != {torch.float32}:
         return Support.no("its norm or position_bias is not float32")
     kinds, scale = (
-        getattr(module.rotary_emb, part, None) for part in ("rope_type", f"{rotation}_attention_scaling")
+        getattr(module.rotary_emb, part, None)
+        for part in ("rope_type", "_".join((rotation, "attention_scaling")))
     )
     if (
         not isinstance(kinds, dict)

@@ -140,7 +140,7 @@ def _compress(
     """The keys of all windows [b, windows, d], and what hides those that are not complete at `seen`, [b, windows]."""
     x, part = hidden_states[:, 0].contiguous(), layer.parts[spec.name]
     kv, gate = project(x, [module.kv_proj, module.gate_proj])
-    angles = getattr(module.rotary_emb, f"{spec.rotation}_inv_freq")
+    angles = getattr(module.rotary_emb, "_".join((spec.rotation, "inv_freq")))
     weights = CompressorWeights(
         module.position_bias, module.kv_norm.weight, spec.norm_eps, angles.float(), spec.scale
     )
