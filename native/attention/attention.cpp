@@ -119,12 +119,22 @@ Places places_of(const LayerCache& cache, const Step& step, int row, int heads, 
   return {capacity, position % window, std::min(position + 1, window)};
 }
 
-// The mask [window] of a row in the order of a ring that is full.
-void mask_of_ring(const uint8_t* mask, int position, int window, uint8_t* out) {
+// The mask [window] of a row in the order of a ring that is full. mask: null where there is no padding. chunked: what
+// is before the row's chunk is not seen, of chunks that begin at its first token.
+void mask_of_ring(const uint8_t* mask, int position, int window, bool chunked, uint8_t* out) {
   const int later = position % window + 1;  // places from the first on hold the latest positions
-  const uint8_t* latest = mask + position + 1 - later;
-  std::copy(latest, latest + later, out);
-  std::copy(latest - (window - later), latest, out + later);
+  if (mask == nullptr) {
+    std::fill(out, out + window, uint8_t{1});
+  } else {
+    const uint8_t* latest = mask + position + 1 - later;
+    std::copy(latest, latest + later, out);
+    std::copy(latest - (window - later), latest, out + later);
+  }
+  if (!chunked) return;
+  int first = 0;
+  while (mask != nullptr && first < position && mask[first] == 0) ++first;
+  const int seen = (position - first) % window + 1;  // the latest positions
+  for (int back = seen; back < window; ++back) out[(position - back) % window] = 0;
 }
 
 }  // namespace
@@ -146,13 +156,18 @@ GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(conf
     throw std::invalid_argument("attention: heads must be a multiple of groups");
   expect(config_.q, config_.heads * config_.size * (config_.gated ? 2 : 1), "q_proj");
   expect(config_.k, config_.groups * config_.size, "k_proj");
-  expect(config_.v, config_.groups * value(), "v_proj");
+  expect(config_.v == nullptr ? config_.k : config_.v, config_.groups * value(), "v_proj");
+  if (config_.v_norm.weight != nullptr && config_.v_norm.size != value())
+    throw std::invalid_argument("attention: a norm of values must be one of a head's " + std::to_string(value()));
+  if (config_.chunked && config_.window == 0) throw std::invalid_argument("attention: chunks of how many tokens?");
+  if (config_.tuned_every < 0) throw std::invalid_argument("attention: queries tuned by less than one position");
   if (config_.gate != nullptr && config_.gate->config().out_features != config_.heads)
     expect(config_.gate, config_.heads * value(), "the projection to gates");
   if (config_.gated && (config_.gate != nullptr || value() != config_.size))
     throw std::invalid_argument("attention: gates from q_proj beside others, or beside values of another size");
   if (config_.index != nullptr && (config_.window > 0 || config_.groups % config_.index->heads() != 0))
-    throw std::invalid_argument("attention: an index of blocks beside a window, or of heads that its groups do not fit");
+    throw std::invalid_argument(
+        "attention: an index of blocks beside a window, or of heads that its groups do not fit");
   for (const auto& [norm, count] : {std::pair{config_.q_norm, config_.heads}, {config_.k_norm, config_.groups}}) {
     if (norm.weight == nullptr || norm.size == config_.size) continue;
     if (norm.size != count * config_.size)
@@ -179,7 +194,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
   const gemm::StepOps& ops = gemm::step_ops();
   if (step.rotary > size) throw std::invalid_argument("attention: more values are turned than a head has");
   const size_t wide = product(size, config_.gated ? 2 : 1);  // what q_proj gives a head
-  const bool has_masks = step.mask != nullptr && config_.window > 0;
+  const bool has_masks = (step.mask != nullptr || config_.chunked) && config_.window > 0;
   runtime::Arrays arrays;
   const size_t q_at = arrays.take(static_cast<size_t>(batch * heads) * wide),
                k_at = arrays.take(product(batch, groups, size)), v_at = arrays.take(product(batch, groups, dv)),
@@ -191,8 +206,12 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
   float* gate = memory + gate_at;
   auto* masks = reinterpret_cast<uint8_t*>(memory + mask_at);
 
-  const gemm::Linear::Product products[] = {{config_.q, q}, {config_.k, k}, {config_.v, v}, {config_.gate, gate}};
-  gemm::Linear::forward(std::span(products).first(gates == 0 ? 3 : 4), x, DType::f32, batch);
+  gemm::Linear::Product products[4] = {{config_.q, q}, {config_.k, k}};
+  size_t linears = 2;
+  if (config_.v != nullptr) products[linears++] = {config_.v, v};
+  if (gates != 0) products[linears++] = {config_.gate, gate};
+  gemm::Linear::forward(std::span(products).first(linears), x, DType::f32, batch);
+  prepare_values(v, k, step);
   if (config_.value_scale != 1.0f) {
     ops.round(v, batch * groups * dv, step.dtype);
     for (int i = 0; i < batch * groups * dv; ++i) v[i] *= config_.value_scale;
@@ -227,6 +246,12 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
       if (config_.gated) std::copy(one + size, one + 2 * size, gate + product(row * heads + h, size));
       float* query = q + product(row * heads + h, size);
       std::copy(head + size, head + 2 * size, query);
+      if (config_.tuned_every > 0) {
+        const float position = static_cast<float>(step.position_of(row)) + 1;
+        const float times = std::log1p(std::floor(position / config_.tuned_every)) * config_.tuned_factor + 1;
+        for (int i = 0; i < size; ++i) query[i] *= times;
+        ops.round(query, size, step.dtype);
+      }
     }
     for (int g = 0; g < groups; ++g) {
       float* one = k + product(row * groups + g, size);
@@ -245,7 +270,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     for (int row = first; row < first + step.together(); ++row) {
       prepare(row, places);
       if (wraps)
-        mask_of_ring(step.mask_of(row), step.position_of(row), places.count,
+        mask_of_ring(step.mask_of(row), step.position_of(row), places.count, config_.chunked,
                      masks + product(row - first, places.count));
     }
     if (block > 0) {
@@ -286,8 +311,8 @@ void GroupedAttention::attend_blocks(const float* q, const Step& step, const Lay
   const int rows = step.together(), capacity = cache.first.shape[2], own_heads = config_.index->heads();
   const int sharing = groups / own_heads, held = step.position_of(first) + 1;
   auto chosen = [&](int pair) -> const std::vector<int>& {  // (row, group)
-    return cache.choice->places[product(first + pair / groups, own_heads) +
-                                static_cast<size_t>(pair % groups / sharing)];
+    return cache.choice
+        ->places[product(first + pair / groups, own_heads) + static_cast<size_t>(pair % groups / sharing)];
   };
   size_t most = 1;
   for (int pair = 0; pair < rows * groups; ++pair) most = std::max(most, chosen(pair).size());
@@ -336,6 +361,15 @@ void GroupedAttention::attend_blocks(const float* q, const Step& step, const Lay
     task.mask = masks + product(pair, count);
     return task;
   });
+}
+
+void GroupedAttention::prepare_values(float* v, const float* k, const Step& step) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int dv = value(), count = step.batch * config_.groups;
+  if (config_.v == nullptr) std::copy(k, k + product(count, dv), v);
+  if (config_.v_norm.weight == nullptr) return;
+  ops.round(v, count * dv, step.dtype);
+  for (int i = 0; i < count; ++i) ops.rms_norm(v + product(i, dv), config_.v_norm, step.dtype, v + product(i, dv));
 }
 
 void GroupedAttention::multiply_by_gate(float* sum, float* gate, const Step& step) const {

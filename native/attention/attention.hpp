@@ -112,7 +112,7 @@ class DecoderAttention {
 // Of a layer with a window, the cache is a ring: position p lies at place p % window. Attention does not depend on the
 // order of keys, and what the ring holds is what the window shows.
 struct GroupedAttentionConfig {
-  const gemm::Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
+  const gemm::Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;  // v null: values are what k gives
   Norm q_norm, k_norm;  // of `size` values, or of those of all heads (MiniMax-M2, OLMoE)
   int heads = 0, groups = 0, size = 0;
   float scale = 1;
@@ -126,6 +126,11 @@ struct GroupedAttentionConfig {
   const gemm::Linear* gate = nullptr;  // from x: what heads, or each of their values, are multiplied with a function of
   bool has_softplus = false;           // softplus (Laguna); else sigmoid (AFMoE)
   const BlockIndex* index = nullptr;   // chooses blocks of places; groups are a multiple of its heads (MiniMax-M3)
+  Norm v_norm;                         // of a head's values (Gemma 4)
+  // A row's tokens are cut into pieces of `window`, and a token attends to those of its own piece (Llama 4).
+  bool chunked = false;
+  // Queries are multiplied with 1 + factor * log(1 + floor((position + 1) / every)); every 0: they are not (Llama 4).
+  float tuned_every = 0, tuned_factor = 0;
 };
 
 class GroupedAttention final : public DecoderAttention {
@@ -140,6 +145,8 @@ class GroupedAttention final : public DecoderAttention {
   // out [rows computed together, heads, value]: of the chosen blocks of so many places, for these rows from `first` on.
   void attend_blocks(const float* q, const Step& step, const LayerCache& cache, int first, int block, float* out) const;
   int value() const { return config_.value == 0 ? config_.size : config_.value; }
+  // The values of a row, normed where there is a norm. k: what its projection gives, not rounded.
+  void prepare_values(float* v, const float* k, const Step& step) const;
   // sum [batch, heads, value] times what the gate says; gate [batch, what its layer gives].
   void multiply_by_gate(float* sum, float* gate, const Step& step) const;
   // Keys and values of the last step's tokens from `first` on, between the ring and what is remembered of it.

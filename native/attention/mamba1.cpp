@@ -57,7 +57,7 @@ void Mamba1::forward(const float* x, const Step& step, const LayerCache& cache, 
   advance(mixed, step, cache, y);
   for (int row = 0; row < batch; ++row) {
     float* z = projected + product(row, values, 2) + values;
-    ops.gate_up(z, y + product(row, values), values, step.dtype);
+    ops.gate_up(z, y + product(row, values), values, gemm::ActivationKind::silu, step.dtype);
     std::copy_n(z, values, y + product(row, values));
   }
   config_.out->forward(y, DType::f32, batch, out);

@@ -34,6 +34,7 @@ using Positions = Array<const int64_t, nb::ndim<1>, nb::c_contig>;
 // A norm and the tensor that it points to.
 struct HeldNorm {
   Vector weight;
+  std::optional<Vector> bias;
   attention::Norm norm;
 };
 
@@ -202,18 +203,25 @@ void def_state(nb::module_& m) {
         "their softmax, as torch.multinomial draws it.");
   m.def("exchange_state", &exchange_state, nb::arg("generator"), nb::arg("expected"), nb::arg("desired"),
         "Set the state of torch's generator on the CPU if it is still the expected one; whether it was.");
-  nb::class_<HeldNorm>(m, "Norm", "An RMS norm: weight [n] of the model's dtype.")
+  nb::class_<HeldNorm>(m, "Norm",
+                       "An RMS norm, or with `centred` a layer norm: weight [n], and bias, of the model's dtype.")
       .def(
           "__init__",
-          [](HeldNorm* self, Vector weight, float epsilon, bool unit_offset, bool rounds_first) {
+          [](HeldNorm* self, Vector weight, float epsilon, bool unit_offset, bool rounds_first, bool centred,
+             std::optional<Vector> bias) {
             if (unit_offset && rounds_first)
               throw std::invalid_argument("norm: a weight less 1 is not multiplied with rounded values");
-            const attention::Norm norm{weight.data(), size_of(weight.shape(0), "norm"), epsilon, unit_offset,
-                                       rounds_first};
-            new (self) HeldNorm{std::move(weight), norm};
+            if (centred && (unit_offset || rounds_first))
+              throw std::invalid_argument("norm: a layer norm rounds what comes out, and its weight is whole");
+            if (bias && (!centred || bias->shape(0) != weight.shape(0) || bias->dtype() != weight.dtype()))
+              throw std::invalid_argument("norm: a bias is a layer norm's, as long as its weight and of its dtype");
+            const attention::Norm norm{
+                weight.data(), size_of(weight.shape(0), "norm"), epsilon, unit_offset, rounds_first,
+                centred,       bias ? bias->data() : nullptr};
+            new (self) HeldNorm{std::move(weight), std::move(bias), norm};
           },
           nb::arg("weight"), nb::arg("epsilon"), nb::kw_only(), nb::arg("unit_offset") = false,
-          nb::arg("rounds_first") = true);
+          nb::arg("rounds_first") = true, nb::arg("centred") = false, nb::arg("bias") = nb::none());
   nb::class_<HeldCache>(
       m, "DecoderCache",
       "What all layers keep of the tokens before, two tensors a layer: keys and values [batch, heads, "
@@ -435,27 +443,44 @@ void def_attention(nb::module_& m) {
                                                                        "Heads in groups that share keys and values.")
       .def(
           "__init__",
-          [](attention::GroupedAttention* self, const gemm::Linear& q, const gemm::Linear& k, const gemm::Linear& v,
+          [](attention::GroupedAttention* self, const gemm::Linear& q, const gemm::Linear& k, const gemm::Linear* v,
              const gemm::Linear& o, const HeldNorm* q_norm, const HeldNorm* k_norm, int heads, int groups, int size,
              float scale, int window, std::optional<FloatVector> sinks, bool gated, bool neighbours, bool norms_last,
              int value, float value_scale, const gemm::Linear* gate, bool has_softplus,
-             const attention::BlockIndex* index) {
+             const attention::BlockIndex* index, const HeldNorm* v_norm, bool chunked, float tuned_every,
+             float tuned_factor) {
             if (sinks && sinks->shape(0) != static_cast<size_t>(heads))
               throw std::invalid_argument("attention: one sink a head is needed");
-            new (self) attention::GroupedAttention(
-                {&q,           &k,         &v,         &o,    norm_of(q_norm), norm_of(k_norm),
-                 heads,        groups,     size,       scale, window,          sinks ? sinks->data() : nullptr,
-                 gated,        neighbours, norms_last, value, value_scale,     gate,
-                 has_softplus, index});
+            attention::GroupedAttentionConfig config{&q, &k, v, &o, norm_of(q_norm), norm_of(k_norm)};
+            config.heads = heads;
+            config.groups = groups;
+            config.size = size;
+            config.scale = scale;
+            config.window = window;
+            config.sinks = sinks ? sinks->data() : nullptr;
+            config.gated = gated;
+            config.neighbours = neighbours;
+            config.norms_last = norms_last;
+            config.value = value;
+            config.value_scale = value_scale;
+            config.gate = gate;
+            config.has_softplus = has_softplus;
+            config.index = index;
+            config.v_norm = norm_of(v_norm);
+            config.chunked = chunked;
+            config.tuned_every = tuned_every;
+            config.tuned_factor = tuned_factor;
+            new (self) attention::GroupedAttention(config);
           },
-          nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("q_norm").none(),
+          nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v").none(), nb::arg("o"), nb::arg("q_norm").none(),
           nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
           nb::arg("window"), nb::arg("sinks").none(), nb::arg("gated"), nb::arg("neighbours") = false,
           nb::arg("norms_last") = false, nb::arg("value") = 0, nb::arg("value_scale") = 1.0f,
           nb::arg("gate").none() = nb::none(), nb::arg("has_softplus") = false, nb::arg("index").none() = nb::none(),
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 19>(),
-          nb::keep_alive<1, 21>());
+          nb::arg("v_norm").none() = nb::none(), nb::arg("chunked") = false, nb::arg("tuned_every") = 0.0f,
+          nb::arg("tuned_factor") = 0.0f, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(),
+          nb::keep_alive<1, 19>(), nb::keep_alive<1, 21>(), nb::keep_alive<1, 22>());
   def_gated_delta(m);
   def_short_convolution(m);
   def_mamba1(m);
@@ -506,18 +531,31 @@ void def_feed_forward(nb::module_& m) {
   nb::class_<decode::GatedUnit, decode::FeedForward>(
       m, "GatedUnit",
       "down(silu(min(gate(x), gate_max)) * (clamp(up(x), -up_limit, up_limit) + up_offset)), silu(x) = x * "
-      "sigmoid(alpha * x); without up, gate gives both.")
+      "sigmoid(alpha * x), or gelu_tanh in its place; without up, gate gives both.")
       .def(
           "__init__",
           [](decode::GatedUnit* self, const gemm::Linear& gate, const gemm::Linear* up, const gemm::Linear& down,
-             float alpha, float gate_max, float up_limit, float up_offset) {
+             float alpha, float gate_max, float up_limit, float up_offset, const std::string& activation) {
             if (!(up_limit >= 0)) throw std::invalid_argument("feed-forward: up_limit must not be negative");
-            new (self) decode::GatedUnit(gate, up, down, {alpha, gate_max, up_limit, up_offset});
+            new (self) decode::GatedUnit(
+                gate, up, down,
+                {alpha, gate_max, up_limit, up_offset,
+                 one_of<gemm::ActivationKind>(
+                     activation, "activation",
+                     {{"silu", gemm::ActivationKind::silu}, {"gelu_tanh", gemm::ActivationKind::gelu_tanh}})});
           },
           nb::arg("gate"), nb::arg("up").none(), nb::arg("down"), nb::kw_only(), nb::arg("alpha") = 1.0f,
           nb::arg("gate_max") = std::numeric_limits<float>::infinity(),
           nb::arg("up_limit") = std::numeric_limits<float>::infinity(), nb::arg("up_offset") = 0.0f,
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+          nb::arg("activation") = "silu", nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+  nb::class_<decode::Normed, decode::FeedForward>(m, "Normed", "Another part between norms of what it takes and gives.")
+      .def(
+          "__init__",
+          [](decode::Normed* self, const decode::FeedForward& part, const HeldNorm* before, const HeldNorm* behind) {
+            new (self) decode::Normed(part, {norm_of(before), norm_of(behind)});
+          },
+          nb::arg("part"), nb::arg("before").none(), nb::arg("behind").none(), nb::keep_alive<1, 2>(),
+          nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
   nb::class_<decode::PlainUnit, decode::FeedForward>(m, "PlainUnit", "down(relu(up(x))²).")
       .def(nb::init<const gemm::Linear&, const gemm::Linear&>(), nb::arg("up"), nb::arg("down"), nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 3>());
@@ -529,7 +567,10 @@ void def_feed_forward(nb::module_& m) {
              const std::string& scores, std::optional<FloatVector> correction, int top_k, int groups, int top_groups,
              bool normed, float factor, bool rounds_logits, bool rounds_scores, bool rounds_weights,
              const moe::Experts& experts, decode::FeedForward* shared, std::optional<Input> gate,
-             const gemm::Linear* narrow_in, const gemm::Linear* narrow_out, float routed_factor, float whole_factor) {
+             const gemm::Linear* narrow_in, const gemm::Linear* narrow_out, float routed_factor, float whole_factor,
+             std::optional<FloatVector> bias, const HeldNorm* router_norm, float input_factor, bool by_logits,
+             std::optional<FloatVector> expert_factors, float nearness, bool scales_input, const HeldNorm* before,
+             const HeldNorm* behind) {
             const auto hidden = static_cast<size_t>(narrow_in == nullptr ? experts.config().hidden_size
                                                                          : narrow_in->config().in_features);
             if (gate && (gate->shape(0) != 1 || gate->shape(1) != hidden))
@@ -543,11 +584,19 @@ void def_feed_forward(nb::module_& m) {
             }
             config.scores = one_of<decode::Scores>(
                 scores, "scores", {{"softmax", decode::Scores::softmax}, {"sigmoid", decode::Scores::sigmoid}});
-            if (correction) {
-              if (correction->shape(0) != static_cast<size_t>(experts.config().experts))
-                throw std::invalid_argument("router: one correction an expert is needed");
-              config.correction = correction->data();
+            for (auto [given, to, what] :
+                 {std::tuple{&correction, &config.correction, "correction"}, std::tuple{&bias, &config.bias, "bias"},
+                  std::tuple{&expert_factors, &config.expert_factors, "factor"}}) {
+              if (!*given) continue;
+              if ((*given)->shape(0) != static_cast<size_t>(experts.config().experts))
+                throw std::invalid_argument("router: one " + std::string(what) + " an expert is needed");
+              *to = (*given)->data();
             }
+            config.norm = norm_of(router_norm);
+            config.input_factor = input_factor;
+            config.by_logits = by_logits;
+            config.nearness = nearness;
+            config.scales_input = scales_input;
             config.top_k = top_k;
             config.groups = groups;
             config.top_groups = top_groups;
@@ -557,15 +606,20 @@ void def_feed_forward(nb::module_& m) {
             config.rounds_scores = rounds_scores;
             config.rounds_weights = rounds_weights;
             new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr, {narrow_in, narrow_out},
-                                       {routed_factor, whole_factor});
+                                       {routed_factor, whole_factor}, {norm_of(before), norm_of(behind)});
           },
           nb::kw_only(), nb::arg("router").none(), nb::arg("weight") = nb::none(), nb::arg("scores"),
           nb::arg("correction").none(), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"),
           nb::arg("factor"), nb::arg("rounds_logits"), nb::arg("rounds_scores"), nb::arg("rounds_weights"),
           nb::arg("experts"), nb::arg("shared").none(), nb::arg("gate").none(), nb::arg("narrow_in") = nb::none(),
           nb::arg("narrow_out") = nb::none(), nb::arg("routed_factor") = 1.0f, nb::arg("whole_factor") = 1.0f,
+          nb::arg("bias") = nb::none(), nb::arg("router_norm").none() = nb::none(), nb::arg("input_factor") = 1.0f,
+          nb::arg("by_logits") = false, nb::arg("expert_factors") = nb::none(), nb::arg("nearness") = 0.0f,
+          nb::arg("scales_input") = false, nb::arg("before").none() = nb::none(), nb::arg("behind").none() = nb::none(),
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 14>(),
-          nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>());
+          nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>(),
+          nb::keep_alive<1, 21>(), nb::keep_alive<1, 22>(), nb::keep_alive<1, 25>(), nb::keep_alive<1, 28>(),
+          nb::keep_alive<1, 29>());
 }
 
 void def_decoder(nb::module_& m) {
@@ -582,21 +636,26 @@ void def_decoder(nb::module_& m) {
           "add",
           [](decode::Decoder& self, const HeldNorm* before_attention, attention::DecoderAttention* attention,
              const HeldNorm* before_feed_forward, decode::FeedForward* unit, float residual,
-             const HeldNorm* behind_attention, const HeldNorm* behind_feed_forward, int first_angle, int angles) {
+             const HeldNorm* behind_attention, const HeldNorm* behind_feed_forward, int first_angle, int angles,
+             bool parallel, std::optional<FloatVector> scale) {
+            if (scale && scale->shape(0) != 1) throw std::invalid_argument("a layer's scale must be one number");
             for (const HeldNorm* held : {before_attention, before_feed_forward, behind_attention, behind_feed_forward})
               if (held != nullptr && dtype_of(held->weight.dtype(), "norm") != self.dtype())
                 throw std::invalid_argument("a layer's norm must be of the model's dtype");
             self.add({norm_of(before_attention), norm_of(behind_attention), attention, norm_of(before_feed_forward),
-                      norm_of(behind_feed_forward), unit, residual, first_angle, angles});
+                      norm_of(behind_feed_forward), unit, residual, first_angle, angles, parallel,
+                      scale ? scale->data() : nullptr});
           },
           nb::arg("before_attention").none(), nb::arg("attention").none(), nb::arg("before_feed_forward").none(),
           nb::arg("feed_forward").none(), nb::arg("residual") = 1.0f, nb::arg("behind_attention") = nb::none(),
           nb::arg("behind_feed_forward") = nb::none(), nb::arg("first_angle") = 0, nb::arg("angles") = -1,
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-          nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::call_guard<WithoutGil>(),
+          nb::arg("parallel") = false, nb::arg("scale") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
+          nb::keep_alive<1, 12>(), nb::call_guard<WithoutGil>(),
           "Add a layer of attention, a feed-forward part or both, with the norms of what they take and give that there "
           "are. residual: what is added to its input is multiplied with it. Its attention turns by so many angles from "
-          "the first one on; -1: by all.")
+          "the first one on; -1: by all. parallel: the feed-forward part takes what attention takes. scale: all is "
+          "multiplied with it in the end.")
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
            nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
            nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(),

@@ -29,6 +29,9 @@ void Decoder::add(const LayerConfig& layer) {
     throw std::invalid_argument("attention: expected " + width + " in and out");
   if (layer.feed_forward != nullptr && !layer.feed_forward->fits(hidden_))
     throw std::invalid_argument("feed-forward: expected " + width + " in and out");
+  if (layer.is_parallel && (layer.attention == nullptr || layer.feed_forward == nullptr ||
+                            layer.before_attention.weight == nullptr || layer.before_feed_forward.weight != nullptr))
+    throw std::invalid_argument("a parallel layer has both parts, and one norm before them");
   if (layer.first_angle < 0 || layer.angles < -1 || layer.angles % 2 == 1)
     throw std::invalid_argument("a layer's angles must be an even number from a column on, or all");
   const std::lock_guard turn(turn_);
@@ -93,8 +96,13 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
       add(layer.behind_attention, layer.residual);
     }
     if (layer.feed_forward != nullptr) {
-      layer.feed_forward->forward(before(layer.before_feed_forward), step.dtype, step.batch, step.live, out);
+      const float* given = layer.is_parallel ? normed : before(layer.before_feed_forward);
+      layer.feed_forward->forward(given, step.dtype, step.batch, step.live, out);
       add(layer.behind_feed_forward, layer.residual);
+    }
+    if (layer.scale != nullptr) {
+      for (int n = 0; n < count; ++n) stream[n] *= *layer.scale;
+      ops.round(stream, count, step.dtype);
     }
   }
   if (final_norm.weight != nullptr) norm_all(final_norm, stream, normed);

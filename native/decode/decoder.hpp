@@ -5,8 +5,9 @@
 //
 //   x += residual * norm(attention(norm(x)))        attention: GroupedAttention or LatentAttention
 //   x += residual * norm(feed_forward(norm(x)))     feed_forward: GatedUnit, PlainUnit, or Mixture with one beside it
+//   x *= scale
 //
-// Either line may be missing, and each of the norms.
+// Each line may be missing, and each of the norms. Of a parallel layer, the second takes what the first takes.
 //
 // Weights belong to others: packed ones to Linear and Experts, the rest to the model. A decoder only points to them.
 #pragma once
@@ -33,11 +34,12 @@ class FeedForward {
 };
 
 // g and u of a gated unit: silu(min(g, gate_max)) * (clamp(u, -up_limit, up_limit) + up_offset), where silu(x) is
-// x * sigmoid(alpha * x).
+// x * sigmoid(alpha * x), or gelu_tanh in its place.
 struct Gating {
   float alpha = 1;
   float gate_max = std::numeric_limits<float>::infinity(), up_limit = std::numeric_limits<float>::infinity();
   float up_offset = 0;
+  gemm::ActivationKind activation = gemm::ActivationKind::silu;
 
   bool is_plain() const { return alpha == 1.0f && std::isinf(gate_max) && std::isinf(up_limit) && up_offset == 0.0f; }
 };
@@ -69,13 +71,32 @@ class PlainUnit final : public FeedForward {
   const gemm::Linear &up_, &down_;
 };
 
+// What a part takes and gives, normed where there is a norm.
+struct Between {
+  attention::Norm before, behind;
+};
+
+// behind(part(before(x)))
+class Normed final : public FeedForward {
+ public:
+  Normed(const FeedForward& part, Between norms);
+  bool fits(int hidden) const override;
+  void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
+
+ private:
+  const FeedForward& part_;
+  Between norms_;
+};
+
 enum class Scores { softmax, sigmoid };
 
 // Chooses a token's experts as transformers' routers do.
 struct RouterConfig {
-  // Either packed, or [experts, hidden].
+  // Either packed, or [experts, hidden], and a bias [experts] where there is one.
   const gemm::Linear* linear = nullptr;
-  const float* weight = nullptr;
+  const float *weight = nullptr, *bias = nullptr;
+  attention::Norm norm;    // of what it takes,
+  float input_factor = 1;  // which is then multiplied with this
   Scores scores = Scores::softmax;
   const float* correction = nullptr;  // [experts], added to scores for the choice only
   int top_k = 0;
@@ -84,6 +105,13 @@ struct RouterConfig {
   float factor = 1;
   // To the model's dtype.
   bool rounds_logits = false, rounds_scores = false, rounds_weights = false;
+  bool by_logits = false;                 // the choice is by what scores are made of: these may tie where it does not
+  const float* expert_factors = nullptr;  // [experts], that the weights of those chosen are multiplied with
+  // Weights are those of a softmax over experts near the best one, and for the second expert over those near that one,
+  // the first left out: experts of which (best - logit) / max(|logit|, best) is at most this. 0: it is not so. For two
+  // experts.
+  float nearness = 0;
+  bool scales_input = false;  // what an expert takes is multiplied with its weight, not what it gives
 };
 
 // Linear layers around experts that are narrower than the model: to their width and back.
@@ -100,17 +128,23 @@ struct Factors {
 // sigmoid(gate · x) where there is a gate [hidden] of the model's dtype; then all times another factor.
 class Mixture final : public FeedForward {
  public:
+  // norms: of what the routed experts take and give.
   Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate = nullptr,
-          Narrow narrow = {}, Factors factors = {});
+          Narrow narrow = {}, Factors factors = {}, Between norms = {});
   bool fits(int hidden) const override;
   void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
 
  private:
+  void check_router() const;
+  // ids and weights [batch, top_k] of x; -1 for rows that are not live.
+  void route(const float* x, DType dtype, int batch, const uint8_t* live, int32_t* ids, float* weights) const;
   // [batch, experts] of x
   void score(const float* x, int batch, float* logits) const;
   void choose(float* logits, int32_t* ids, float* weights, DType dtype) const;
+  void choose_near(const float* logits, int32_t* ids, float* weights, DType dtype) const;
   // out [batch, hidden], rounded; ids and weights [batch, top_k]
   void run_experts(const float* x, const int32_t* ids, const float* weights, DType dtype, int batch, float* out) const;
+  void run_scaled(const float* x, const int32_t* ids, const float* weights, DType dtype, int batch, float* out) const;
   int hidden() const {
     return narrow_.in == nullptr ? experts_.config().hidden_size : narrow_.in->config().in_features;
   }
@@ -121,6 +155,7 @@ class Mixture final : public FeedForward {
   const void* gate_;
   Narrow narrow_;
   Factors factors_;
+  Between norms_;
 };
 
 // One part of a layer or both; each with the norms of its input and output that there are.
@@ -132,6 +167,8 @@ struct LayerConfig {
   float residual = 1;
   // The columns of the step's rotation that its attention turns by; -1: all.
   int first_angle = 0, angles = -1;
+  bool is_parallel = false;      // the feed-forward part takes what attention takes, and has no norm of its own
+  const float* scale = nullptr;  // one number, or none
 };
 
 class Decoder {

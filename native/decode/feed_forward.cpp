@@ -16,10 +16,21 @@ namespace {
 // Rows of a router's weight that a task multiplies.
 constexpr int kExpertsOfTask = 16;
 
+// out [rows, size] = norm of x, rounded; x itself where there is no norm.
+const float* norm_rows(const attention::Norm& norm, const float* x, int rows, DType dtype, float* out) {
+  if (norm.weight == nullptr) return x;
+  const gemm::StepOps& ops = gemm::step_ops();
+  for (int row = 0; row < rows; ++row) ops.rms_norm(x + row * norm.size, norm, dtype, out + row * norm.size);
+  return out;
+}
+
 }  // namespace
 
 GatedUnit::GatedUnit(const gemm::Linear& gate, const gemm::Linear* up, const gemm::Linear& down, Gating gating)
     : gate_(gate), up_(up), down_(down), gating_(gating) {
+  if (gating.activation != gemm::ActivationKind::silu &&
+      (gating.activation != gemm::ActivationKind::gelu_tanh || gating.alpha != 1.0f))
+    throw std::invalid_argument("feed-forward: the activation must be silu, or gelu_tanh without alpha");
   if (gate.config().out_features != inner() * (up == nullptr ? 2 : 1) ||
       (up != nullptr && up->config().out_features != inner()))
     throw std::invalid_argument("feed-forward: gate, up and down do not fit together");
@@ -51,7 +62,7 @@ void GatedUnit::forward(const float* x, DType dtype, int batch, const uint8_t* /
   }
   ops.round(gate, count, dtype);
   ops.round(up, count, dtype);
-  if (gating_.is_plain()) ops.gate_up(gate, up, count, dtype);
+  if (gating_.is_plain()) ops.gate_up(gate, up, count, gating_.activation, dtype);
   else multiply(gate, up, count, dtype);
   down_.forward(gate, DType::f32, batch, out);
   ops.round(out, batch * down_.config().out_features, dtype);
@@ -66,7 +77,7 @@ void GatedUnit::multiply(float* gate, float* up, int count, DType dtype) const {
     up[i] = value + gating_.up_offset;
   }
   ops.round(up, count, dtype);
-  if (gating_.alpha == 1.0f) return ops.gate_up(gate, up, count, dtype);
+  if (gating_.alpha == 1.0f) return ops.gate_up(gate, up, count, gating_.activation, dtype);
   const runtime::Scratch factors(static_cast<size_t>(count));
   float* factor = factors;
   for (int i = 0; i < count; ++i) factor[i] = gate[i] * gating_.alpha;
@@ -103,10 +114,50 @@ void PlainUnit::forward(const float* x, DType dtype, int batch, const uint8_t* /
   ops.round(out, batch * down_.config().out_features, dtype);
 }
 
+Normed::Normed(const FeedForward& part, Between norms) : part_(part), norms_(norms) {
+  if (norms.before.weight != nullptr && norms.behind.weight != nullptr && norms.before.size != norms.behind.size)
+    throw std::invalid_argument("feed-forward: norms before and behind of different sizes");
+  if (norms.before.weight == nullptr && norms.behind.weight == nullptr)
+    throw std::invalid_argument("feed-forward: a norm before or behind is needed");
+}
+
+bool Normed::fits(int hidden) const {
+  return part_.fits(hidden) && (norms_.before.weight == nullptr ? norms_.behind : norms_.before).size == hidden;
+}
+
+void Normed::forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const {
+  const int hidden = (norms_.before.weight == nullptr ? norms_.behind : norms_.before).size;
+  const runtime::Scratch normed(static_cast<size_t>(norms_.before.weight == nullptr ? 0 : batch * hidden));
+  part_.forward(norm_rows(norms_.before, x, batch, dtype, normed + 0), dtype, batch, live, out);
+  norm_rows(norms_.behind, out, batch, dtype, out);
+}
+
 Mixture::Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate,
-                 Narrow narrow, Factors factors)
-    : router_(router), experts_(experts), shared_(shared), gate_(gate), narrow_(narrow), factors_(factors) {
-  const int count = experts.config().experts;
+                 Narrow narrow, Factors factors, Between norms)
+    : router_(router),
+      experts_(experts),
+      shared_(shared),
+      gate_(gate),
+      narrow_(narrow),
+      factors_(factors),
+      norms_(norms) {
+  check_router();
+  const int width = experts.config().hidden_size;
+  if ((narrow.in == nullptr) != (narrow.out == nullptr) ||
+      (narrow.in != nullptr &&
+       (narrow.in->config().out_features != width || narrow.out->config().in_features != width)))
+    throw std::invalid_argument("experts: what leads to them and back must have their " + std::to_string(width) +
+                                " values");
+  for (const attention::Norm& norm : {router.norm, norms.before, norms.behind})
+    if (norm.weight != nullptr && norm.size != hidden())
+      throw std::invalid_argument("experts: norms around them and their router must be of " + std::to_string(hidden()) +
+                                  " values");
+  if (router.scales_input && narrow.in != nullptr)
+    throw std::invalid_argument("experts: inputs that are multiplied with weights, and made narrower");
+}
+
+void Mixture::check_router() const {
+  const int count = experts_.config().experts;
   if ((router_.linear == nullptr) == (router_.weight == nullptr))
     throw std::invalid_argument("router: either a linear layer or a weight is needed");
   if (router_.linear != nullptr && router_.linear->config().out_features != count)
@@ -117,12 +168,13 @@ Mixture::Mixture(RouterConfig router, const moe::Experts& experts, const FeedFor
       router_.top_groups > router_.groups || count / router_.groups < (router_.groups > 1 ? 2 : 1) ||
       router_.top_k > count / router_.groups * router_.top_groups)
     throw std::invalid_argument("router: its groups do not fit its experts");
-  const int width = experts.config().hidden_size;
-  if ((narrow.in == nullptr) != (narrow.out == nullptr) ||
-      (narrow.in != nullptr &&
-       (narrow.in->config().out_features != width || narrow.out->config().in_features != width)))
-    throw std::invalid_argument("experts: what leads to them and back must have their " + std::to_string(width) +
-                                " values");
+  if (router_.bias != nullptr && router_.weight == nullptr)
+    throw std::invalid_argument("router: a bias belongs to a weight; a linear layer has its own");
+  if (router_.by_logits && (router_.correction != nullptr || router_.groups > 1))
+    throw std::invalid_argument("router: a choice by logits has no corrections and groups");
+  if (router_.nearness != 0 && (router_.nearness < 0 || router_.top_k != 2 || count < 2 || router_.by_logits ||
+                                router_.correction != nullptr || router_.groups > 1 || router_.normed))
+    throw std::invalid_argument("router: experts near the best ones are two, without corrections, groups and sums");
 }
 
 bool Mixture::fits(int hidden) const {
@@ -133,21 +185,21 @@ bool Mixture::fits(int hidden) const {
 
 void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const {
   const gemm::StepOps& ops = gemm::step_ops();
-  const int count = experts_.config().experts, hidden = this->hidden(), top_k = router_.top_k;
+  const int hidden = this->hidden(), top_k = router_.top_k;
   runtime::Arrays arrays;
-  const size_t logits_at = arrays.take(static_cast<size_t>(batch * count)),
-               weights_at = arrays.take(static_cast<size_t>(batch * top_k)),
+  const auto all = static_cast<size_t>(batch * hidden);
+  const size_t weights_at = arrays.take(static_cast<size_t>(batch * top_k)),
                ids_at = arrays.take(static_cast<size_t>(batch * top_k)),
-               beside_at = arrays.take(shared_ == nullptr ? 0 : static_cast<size_t>(batch * hidden));
+               given_at = arrays.take(norms_.before.weight == nullptr ? 0 : all),
+               beside_at = arrays.take(shared_ == nullptr ? 0 : all);
   const runtime::Scratch memory(arrays.count());
-  float *logits = memory + logits_at, *weights = memory + weights_at, *beside = memory + beside_at;
+  float *weights = memory + weights_at, *beside = memory + beside_at;
   auto* ids = reinterpret_cast<int32_t*>(memory + ids_at);
-  score(x, batch, logits);
-  for (int row = 0; row < batch; ++row) {
-    choose(logits + row * count, ids + row * top_k, weights + row * top_k, dtype);
-    if (live != nullptr && live[row] == 0) std::fill_n(ids + row * top_k, top_k, -1);
-  }
-  run_experts(x, ids, weights, dtype, batch, out);
+  route(x, dtype, batch, live, ids, weights);
+  const float* given = norm_rows(norms_.before, x, batch, dtype, memory + given_at);
+  if (router_.scales_input) run_scaled(given, ids, weights, dtype, batch, out);
+  else run_experts(given, ids, weights, dtype, batch, out);
+  norm_rows(norms_.behind, out, batch, dtype, out);
   auto times = [&](float factor) {
     if (factor == 1.0f) return;
     for (int i = 0; i < batch * hidden; ++i) out[i] *= factor;
@@ -189,6 +241,82 @@ void Mixture::run_experts(const float* x, const int32_t* ids, const float* weigh
   ops.round(out, batch * hidden(), dtype);
 }
 
+void Mixture::run_scaled(const float* x, const int32_t* ids, const float* weights, DType dtype, int batch,
+                         float* out) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int hidden = this->hidden(), top_k = router_.top_k, rows = batch * top_k;
+  runtime::Arrays arrays;
+  const size_t given_at = arrays.take(static_cast<size_t>(rows * hidden)),
+               found_at = arrays.take(static_cast<size_t>(rows * hidden)),
+               ones_at = arrays.take(static_cast<size_t>(rows));
+  const runtime::Scratch memory(arrays.count());
+  float *given = memory + given_at, *found = memory + found_at, *ones = memory + ones_at;
+  for (int row = 0; row < rows; ++row)
+    for (int i = 0; i < hidden; ++i) given[row * hidden + i] = x[row / top_k * hidden + i] * weights[row];
+  ops.round(given, rows * hidden, dtype);
+  std::fill_n(ones, rows, 1.0f);
+  experts_.forward(given, DType::f32, ids, ones, rows, 1, found);
+  ops.round(found, rows * hidden, dtype);
+  std::fill_n(out, batch * hidden, 0.0f);
+  for (int row = 0; row < rows; ++row)
+    for (int i = 0; i < hidden; ++i) out[row / top_k * hidden + i] += found[row * hidden + i];
+  ops.round(out, batch * hidden, dtype);
+}
+
+void Mixture::route(const float* x, DType dtype, int batch, const uint8_t* live, int32_t* ids, float* weights) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int count = experts_.config().experts, hidden = this->hidden(), top_k = router_.top_k;
+  const bool changes = router_.norm.weight != nullptr || router_.input_factor != 1.0f;
+  runtime::Arrays arrays;
+  const size_t logits_at = arrays.take(static_cast<size_t>(batch * count)),
+               given_at = arrays.take(changes ? static_cast<size_t>(batch * hidden) : 0);
+  const runtime::Scratch memory(arrays.count());
+  float *logits = memory + logits_at, *given = memory + given_at;
+  if (changes) {
+    const float* from = norm_rows(router_.norm, x, batch, dtype, given);
+    for (int i = 0; i < batch * hidden; ++i) given[i] = from[i] * router_.input_factor;
+    ops.round(given, batch * hidden, dtype);
+    x = given;
+  }
+  score(x, batch, logits);
+  for (int row = 0; row < batch; ++row) {
+    float *own = logits + row * count, *to = weights + row * top_k;
+    int32_t* chosen = ids + row * top_k;
+    if (router_.rounds_logits) ops.round(own, count, dtype);
+    if (router_.nearness != 0) choose_near(own, chosen, to, dtype);
+    else choose(own, chosen, to, dtype);
+    for (int i = 0; router_.expert_factors != nullptr && i < top_k; ++i) to[i] *= router_.expert_factors[chosen[i]];
+    if (router_.rounds_weights) ops.round(to, top_k, dtype);
+    if (live != nullptr && live[row] == 0) std::fill_n(chosen, top_k, -1);
+  }
+}
+
+void Mixture::choose_near(const float* logits, int32_t* ids, float* weights, DType dtype) const {
+  const int count = experts_.config().experts;
+  const gemm::StepOps& ops = gemm::step_ops();
+  const DType kept = router_.rounds_logits ? dtype : DType::f32;  // what all of it is computed in
+  auto rounded = [&](float x) {
+    ops.round(&x, 1, kept);
+    return x;
+  };
+  const float most = rounded(router_.nearness);
+  int first = -1;
+  for (int i = 0; i < 2; ++i) {
+    int best = -1;
+    for (int e = 0; e < count; ++e)
+      if (e != first && (best < 0 || logits[e] > logits[best])) best = e;
+    const float top = logits[best];
+    float sum = 0;
+    for (int e = 0; e < count; ++e) {
+      if (e == first) continue;
+      const float away = rounded(rounded(top - logits[e]) / std::max(std::abs(logits[e]), top));
+      if (!(away > most)) sum += std::exp(logits[e] - top);
+    }
+    weights[i] = rounded(1.0f / sum);
+    ids[i] = first = best;
+  }
+}
+
 void Mixture::score(const float* x, int batch, float* logits) const {
   if (router_.linear != nullptr) return router_.linear->forward(x, DType::f32, batch, logits);
   const gemm::StepOps& ops = gemm::step_ops();
@@ -201,19 +329,21 @@ void Mixture::score(const float* x, int batch, float* logits) const {
     ops.rows_times(router_.weight + attention::product(first, hidden), x + row * hidden,
                    std::min(kExpertsOfTask, count - first), hidden, DType::f32, logits + row * count + first);
   });
+  for (int row = 0; router_.bias != nullptr && row < batch; ++row)
+    ops.add(logits + row * count, router_.bias, count, DType::f32);
 }
 
 void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int count = experts_.config().experts, top_k = router_.top_k;
   const bool is_softmax = router_.scores == Scores::softmax;
-  if (router_.rounds_logits) ops.round(logits, count, dtype);
+  static thread_local std::vector<std::pair<float, int>> order, groups;
+  order.resize(static_cast<size_t>(count));
+  for (int e = 0; e < count; ++e) order[static_cast<size_t>(e)] = {logits[e], e};
   if (is_softmax) ops.softmax(logits, count);
   else ops.sigmoid(logits, count);
   if (router_.rounds_scores) ops.round(logits, count, dtype);
-  static thread_local std::vector<std::pair<float, int>> order, groups;
-  order.resize(static_cast<size_t>(count));
-  for (int e = 0; e < count; ++e)
+  for (int e = 0; !router_.by_logits && e < count; ++e)
     order[static_cast<size_t>(e)] = {logits[e] + (router_.correction == nullptr ? 0.0f : router_.correction[e]), e};
   if (router_.top_groups < router_.groups) {
     const int size = count / router_.groups;
@@ -242,7 +372,6 @@ void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) c
     sum += weights[i];
   }
   for (int i = 0; i < top_k; ++i) weights[i] = (router_.normed ? weights[i] / sum : weights[i]) * router_.factor;
-  if (router_.rounds_weights) ops.round(weights, top_k, dtype);
 }
 
 }  // namespace ktinject::decode

@@ -50,13 +50,16 @@ struct AttendPrompt {
   ptrdiff_t out_stride = 0;
 };
 
-// An RMS norm. Its weight is of the model's dtype; null where there is no norm.
+// An RMS norm, or with `centred` a layer norm, which takes the mean off first. Its weight is of the model's dtype; null
+// where there is no norm.
 struct Norm {
   const void* weight = nullptr;
   int size = 0;
   float epsilon = 0;
-  bool unit_offset = false;  // the weight is stored without the 1 that it is around; then nothing is rounded before
-  bool rounds_first = true;  // the normed values are rounded before they are multiplied with the weight
+  bool unit_offset = false;    // the weight is stored without the 1 that it is around; then nothing is rounded before
+  bool rounds_first = true;    // the normed values are rounded before they are multiplied with the weight
+  bool centred = false;        // then nothing is rounded but what comes out
+  const void* bias = nullptr;  // of a centred norm, or none
 };
 
 // A head's step by the gated delta rule: S = decay * S; S += k (beta (v - k S)); out = q S. All in fp32. With `decays`,
@@ -138,8 +141,8 @@ struct StepOps {
   // out [n] = the splits of one head put together, rounded; parts [splits, stride], each as Attend::out has it. `sink`:
   // the score of a place without a value, or null.
   void (*merge)(const float* parts, int splits, size_t stride, int n, const float* sink, DType dtype, float* out);
-  // gate [n] = silu(gate) * up, both factors and the product rounded.
-  void (*gate_up)(float* gate, const float* up, int n, DType dtype);
+  // gate [n] = activation(gate) * up, both factors and the product rounded; silu or gelu_tanh.
+  void (*gate_up)(float* gate, const float* up, int n, ActivationKind activation, DType dtype);
   // x [n] = x * sigmoid(gate), the factor and the product rounded.
   void (*gate_by_sigmoid)(float* x, const float* gate, int n, DType dtype);
   // x [n] = x * silu(gate), the product rounded.

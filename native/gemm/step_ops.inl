@@ -82,7 +82,27 @@ static float dot(const float* a, const float* b, int n) {
   return sum;
 }
 
+static void layer_norm(const float* x, const Norm& norm, DType dtype, float* out) {
+  const int n = norm.size;
+  Lanes sums = {};
+  int at = 0;
+  for (; at + kLanes <= n; at += kLanes) sums += lanes_of(x + at);
+  float mean = sum_of(sums);
+  for (; at < n; ++at) mean += x[at];
+  mean /= static_cast<float>(n);
+  for (int i = 0; i < n; ++i) out[i] = x[i] - mean;
+  const float inverse = 1.0f / __builtin_sqrtf(dot(out, out, n) / static_cast<float>(n) + norm.epsilon);
+  of_dtype(dtype, [&](auto* kind, auto to) {
+    auto *w = static_cast<decltype(kind)>(norm.weight), *b = static_cast<decltype(kind)>(norm.bias);
+    for (int i = 0; i < n; ++i) {
+      const float normed = load_value(w + i) * (out[i] * inverse);
+      out[i] = to.round(b == nullptr ? normed : normed + load_value(b + i));
+    }
+  });
+}
+
 static void rms_norm(const float* x, const Norm& norm, DType dtype, float* out) {
+  if (norm.centred) return layer_norm(x, norm, dtype, out);
   const int n = norm.size;
   const float inverse = 1.0f / __builtin_sqrtf(dot(x, x, n) / static_cast<float>(n) + norm.epsilon);
   const float offset = norm.unit_offset ? 1.0f : 0.0f;
@@ -137,8 +157,15 @@ static void merge(const float* parts, int splits, size_t stride, int n, const fl
   round_all(out, n, dtype);
 }
 
-static void gate_up(float* gate, const float* up, int n, DType dtype) {
+static void gate_up(float* gate, const float* up, int n, ActivationKind activation, DType dtype) {
   of_dtype(dtype, [&](auto*, auto to) {
+    if (activation == ActivationKind::gelu_tanh) {
+      for (int i = 0; i < n; ++i) {
+        const float x = gate[i];  // 0.5 (1 + tanh(u)) is sigmoid(2u)
+        gate[i] = to.round(to.round(x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x))) * up[i]);
+      }
+      return;
+    }
     for (int i = 0; i < n; ++i) gate[i] = to.round(to.round(gate[i] * sigmoid(gate[i])) * up[i]);
   });
 }
