@@ -1,10 +1,11 @@
-"""What attention makes of keys and of values, found by running it as layer_probes.py runs the parts of a layer."""
+"""What attention makes of queries, keys and values, found by running it as layer_probes.py runs a layer's parts."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,9 @@ class _Keys:
     def update(self, keys: Tensor, *_: Any, **__: Any) -> None:
         raise _GivenKeys(keys)
 
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
 
 class _GivenKeys(Exception):
     """Its argument is what a cache was given."""
@@ -35,11 +39,15 @@ class Turning:
     by_neighbours  pairs of a head's values are (2i, 2i + 1) and stay there; else they are (i, i + n / 2)
     before_norms   norms are of heads that are turned
     is_none        nothing is turned
+    interleaved    cos and sin have the two of an angle beside each other, not all angles twice
+    tuned          (e, f) of queries that are multiplied with 1 + f · log(1 + floor((position + 1) / e)); or none
     """
 
     by_neighbours: bool = False
     before_norms: bool = False
     is_none: bool = False
+    interleaved: bool = False
+    tuned: tuple[float, float] | None = None
 
 
 BY_HALVES = Turning()
@@ -49,42 +57,157 @@ def turning(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str =
     """How attention makes the keys that it caches of what the projection gives.
 
     heads  names of the projections, keys' the second
-    norms  of those of its norms of queries and keys that there are
+    norms  of those of its norms of queries and keys that there are; and one called v_norm has no part in it
     gate   of a projection to gates, if there is one
     """
     size = module.head_dim
-    given = (*heads[:3], gate) if gate else heads[:3]
+    given = _there(module, (*heads[:3], gate))
     made = {name: getattr(module.get_submodule(name), "out_features", 0) for name in given}
     keys = random(1, ROWS, made[heads[1]], seed=4).double()
-    angles = random(1, ROWS, size // 2, seed=5).double().repeat(1, 1, 2)
+    half = random(1, ROWS, size // 2, seed=5).double()
+    angles = half.repeat(1, 1, 2)
     children = {
         **{name: Stub(functools.partial(_zeros, made[name])) for name in given if name != heads[1]},
         heads[1]: Stub(lambda _: keys),
-        **dict.fromkeys(norms, Stub(_norm)),
+        **dict.fromkeys((*norms, *_there(module, ("v_norm",))), Stub(_norm)),
     }
+    together = half.repeat_interleave(2, -1)
+    rotations: list[Any] = [(one.cos(), one.sin()) for one in (angles, together)]
+    rotations.append(torch.polar(torch.ones_like(half), half))
+    refused: Support | None = None
+    split = keys.view(1, ROWS, -1, size).transpose(1, 2)
+    for rotation in rotations:
+        found = _keys_given(module, children, rotation)
+        if isinstance(found, Support):
+            refused = refused or found
+            continue
+        interleaved = rotation is rotations[1]
+        for way in (
+            Turning(),
+            Turning(True),
+            Turning(False, True),
+            Turning(True, True),
+            Turning(is_none=True),
+        ):
+            want = split if way.before_norms or not norms else _norm(split)
+            want = want if way.is_none else _turned(want, angles, way.by_neighbours)
+            want = _norm(want) if way.before_norms and norms else want
+            # Some compute it in fp32.
+            if found.shape == want.shape and torch.allclose(found, want, rtol=1e-5, atol=1e-5):
+                return replace(way, interleaved=interleaved and not way.is_none)
+    return refused or Support.no(f"{type(module).__name__} makes keys in another way")
+
+
+def _there(module: Any, names: Sequence[str]) -> list[str]:
+    """Those of its children that there are."""
+    return [name for name in names if name and getattr(module, name, None) is not None]
+
+
+def _beside(module: Any) -> dict[str, Any]:
+    """What an attention's forward takes beside what others take: Gemma 4's, a dict for keys that layers share."""
+    name = "shared_kv_states"
+    return {name: {}} if name in inspect.signature(type(module).forward).parameters else {}
+
+
+def _keys_given(module: Any, children: dict[str, Stub], rotation: Any) -> Tensor | Support:
+    """The keys that an attention gives to its cache."""
     try:
         run_twin(
             module,
             children,
             random(1, ROWS, 8).double(),
-            position_embeddings=(angles.cos(), angles.sin()),
+            position_embeddings=rotation,
             attention_mask=None,
             **{compat.CACHE: _Keys()},
+            **_beside(module),
         )
     except _GivenKeys as given:
         (found,) = given.args
+        if isinstance(found, Tensor):
+            return found
     except Exception as error:
         return refusal_of(error)
-    else:
-        found = None
-    split = keys.view(1, ROWS, -1, size).transpose(1, 2)
-    for way in (Turning(), Turning(True), Turning(False, True), Turning(True, True), Turning(is_none=True)):
-        want = split if way.before_norms or not norms else _norm(split)
-        want = want if way.is_none else _turned(want, angles, way.by_neighbours)
-        want = _norm(want) if way.before_norms and norms else want
-        if isinstance(found, Tensor) and found.shape == want.shape and torch.allclose(found, want):
-            return way
     return Support.no(f"{type(module).__name__} makes keys in another way")
+
+
+class _TwoKeys:
+    """Stands for a cache that holds so many tokens, of which attention is given two: one with a value, one without."""
+
+    def __init__(self, length: int, keys: Tensor, values: Tensor) -> None:
+        self._length, self._both = length, (keys, values)
+
+    def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self._both
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self._length
+
+
+# Positions at which queries are looked at, by which some models multiply them.
+_POSITIONS = (0, 1, 1000, 4095, 4096, 8191, 8192, 20000, 100_000, 1_000_000)
+
+
+def tuned_queries(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str = "") -> Any:
+    """`Turning.tuned`, or a Support: queries depend on their position in another way. Arguments as of `turning`."""
+    size = module.head_dim
+    made = {
+        name: getattr(module.get_submodule(name), "out_features", 0)
+        for name in _there(module, (*heads[:3], gate))
+    }
+    groups = made[heads[1]] // size
+    query = random(1, 1, size, seed=4).double()
+    wanted = _norm(query) if norms else query
+    both = torch.stack([torch.zeros(size), (wanted / wanted.square().sum()).flatten()])
+    keys = both.double().expand(1, groups, 2, size)
+    value = made[heads[2]] // groups if heads[2] in made else size
+    values = torch.tensor([0.0, 1.0]).double()[:, None].expand(1, groups, 2, value)
+    seen: list[Tensor] = []
+
+    def given(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    children: dict[str, Any] = {
+        **{name: Stub(functools.partial(_zeros, width)) for name, width in made.items()},
+        heads[0]: Stub(lambda x: query.repeat(1, 1, made[heads[0]] // size)),
+        heads[3]: Stub(given),
+        **dict.fromkeys((*norms, *_there(module, ("v_norm",))), Stub(_norm)),
+    }
+    zeros = torch.zeros(1, 1, size, dtype=torch.float64)
+    few = zeros[..., : size // 2]
+    rotations: list[Any] = [(zeros.cos(), zeros), (few.cos(), few), torch.polar(few.cos(), few)]
+    sinks = getattr(module, "sinks", None)
+    if sinks is not None:  # which are to have no part in it
+        children["sinks"] = torch.full(sinks.shape, -1e9, dtype=torch.float64)
+    for position in _POSITIONS:
+        while True:
+            try:
+                run_twin(
+                    module,
+                    children,
+                    random(1, 1, 8).double(),
+                    position_embeddings=rotations[0],
+                    attention_mask=None,
+                    position_ids=torch.tensor([[position]]),
+                    **{compat.CACHE: _TwoKeys(position, keys, values)},
+                    **_beside(module),
+                )
+                break
+            except Exception as error:  # transformers' own code, given what it may not be made for
+                rotations.pop(0)
+                if not rotations or seen:
+                    return refusal_of(error)
+    first, *others = (one.flatten()[0] for one in seen)
+    if all(torch.equal(first, one) for one in others):
+        return None
+    every, factor = (getattr(module, name, None) for name in ("floor_scale", "attn_scale"))
+    if isinstance(every, (int, float)) and isinstance(factor, (int, float)) and every > 1 and not gate:
+        at = torch.tensor(_POSITIONS, dtype=torch.float32) + 1
+        times = 1 + factor * torch.log1p(torch.floor(at / every)).double()
+        want = torch.sigmoid(times * module.scaling)
+        if torch.allclose(torch.stack([first, *others]), want, rtol=1e-5, atol=1e-6):
+            return float(every), float(factor)
+    return Support.no(f"the queries of its {type(module).__name__} depend on their position in another way")
 
 
 @dataclass(frozen=True)
@@ -94,10 +217,14 @@ class Outputs:
     scale  that they are multiplied with before they are cached
     gate   a function of what a projection gives, each head's one or each value's, that they are multiplied with
            before the output projection; none: there is no such
+    normed by a norm called v_norm, of a head's values
+    keys   are what values are made of, too: what the projection gives, before it is normed and turned
     """
 
     scale: float = 1.0
     gate: Literal["none", "sigmoid", "softplus"] = "none"
+    normed: bool = False
+    keys: bool = False
 
 
 PLAIN_OUTPUTS = Outputs()
@@ -106,11 +233,14 @@ PLAIN_OUTPUTS = Outputs()
 def outputs(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str = "") -> Outputs | Support:
     """What attention makes of values, of a text of one token, which sees its own alone. Arguments as of `turning`."""
     made = {
-        name: getattr(module.get_submodule(name), "out_features", 0) for name in (*heads[:3], gate) if name
+        name: getattr(module.get_submodule(name), "out_features", 0)
+        for name in _there(module, (*heads[:3], gate))
     }
     groups = made[heads[1]] // module.head_dim
     queries = made[heads[0]] // module.head_dim
-    values = random(1, 1, made[heads[2]], seed=6).double()
+    of_keys, normed = heads[2] not in made, bool(_there(module, ("v_norm",)))
+    source = heads[1] if of_keys else heads[2]
+    values = random(1, 1, made[source], seed=6).double()
     gates = 3 * random(1, 1, made.get(gate, 1), seed=7).double()
     seen: list[Tensor] = []
 
@@ -122,9 +252,9 @@ def outputs(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str =
     sinks = getattr(module, "sinks", None)
     children: dict[str, Any] = {
         **{name: Stub(functools.partial(_zeros, made[name])) for name in heads[:2]},
-        heads[2]: Stub(lambda _: values),
+        source: Stub(lambda _: values),
         heads[3]: Stub(cached),
-        **dict.fromkeys(norms, Stub(_norm)),
+        **dict.fromkeys((*norms, *_there(module, ("v_norm",))), Stub(_norm)),
     }
     if gate:
         children[gate] = Stub(lambda _: gates)
@@ -138,10 +268,12 @@ def outputs(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str =
             position_embeddings=(angles.cos(), angles.sin()),
             attention_mask=None,
             **{compat.CACHE: None},
+            **_beside(module),
         )
     except Exception as error:  # transformers' own code, given what it may not be made for
         return refusal_of(error)
     split = values.view(groups, -1).repeat_interleave(queries // groups, 0)
+    split = _norm(split) if normed else split
     by_gate = {"none": torch.ones_like(split)}
     if gate:
         of_heads = gates.view(queries, -1).expand_as(split)
@@ -153,7 +285,7 @@ def outputs(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str =
             break
         scale = float(f"{((found * want).sum() / (want * want).sum()).item():.6g}")
         if scale > 0 and torch.allclose(found, scale * want, rtol=1e-4, atol=1e-5):
-            return Outputs(scale, name)  # type: ignore[arg-type]
+            return Outputs(scale, name, normed, of_keys)  # type: ignore[arg-type]
     return Support.no(f"{type(module).__name__} makes something else of values")
 
 

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ktinject.generation import layer_probes, router_probes
+from ktinject.generation import layer_probes, router_kinds, router_probes
 from ktinject.generation.cpu import openmp
 from ktinject.generation.layer_probes import PLAIN, Gating
+from ktinject.generation.norm_spec import NormSpec
 from ktinject.operators import Operator
 from ktinject.operators.cpu_router import CpuRouter
 from ktinject.operators.probes import twin
@@ -45,6 +46,13 @@ class RouterSpec:
     rounds_logits  of a model in 16 bits, weight · x is rounded before anything is made of it
     rounds_scores  and so are the scores
     weight         path of the weight below the router
+    by_logits      the choice is by the logits, which scores may tie of
+    norm           of what the router takes: an RMS norm whose weight, of the router, is at its path; or none
+    input_factor   that what it takes is then multiplied with
+    expert_factors a parameter of the router that the weights are multiplied with at last, each expert's; or none
+    nearness       weights are of a softmax over experts near the best one, and for the second over those near that one
+                   (router_kinds.py); 0: they are not
+    scales_input   what an expert takes is multiplied with its weight, not what it gives
     """
 
     path: str
@@ -63,11 +71,22 @@ class RouterSpec:
     correction: str = "e_score_correction_bias"
     of_block: bool = False
     weight: str = "weight"
+    by_logits: bool = False
+    norm: NormSpec | None = None
+    input_factor: float = 1.0
+    expert_factors: str = ""
+    nearness: float = 0.0
+    scales_input: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether the router itself holds its weight, and whatever corrects its choice as DeepSeek-V3's is called."""
-        return self.weight == "weight" and self.correction == "e_score_correction_bias" and not self.of_block
+        """Whether the router itself holds its weight, and whatever corrects its choice as DeepSeek-V3's is called; and
+        scores are what its weights are made of."""
+        others = (
+            self.norm or self.input_factor != 1.0 or self.expert_factors or self.nearness or self.scales_input
+        )
+        is_named = self.weight == "weight" and self.correction == "e_score_correction_bias"
+        return is_named and not self.of_block and not others
 
 
 @dataclass(frozen=True)
@@ -76,7 +95,7 @@ class DenseSpec:
 
     names   of gate, up and down; of one layer that gives both gate and up, one behind the other, and of down; or of up
             and down
-    gating  limits of gate and up, and what else there is beside their product
+    gating  limits of gate and up, another activation, and what else there is beside their product
     """
 
     path: str
@@ -98,6 +117,7 @@ class MoeSpec:
     narrow       paths of the linear layers to experts that are narrower than the model, and back; or none
     factors      that the routed sum is multiplied with, and then the whole
     norm         path of what all of that is given to at last, which `layer_spec` looks at, or None
+    *_norms      of what the experts and the shared experts take, and of what they give
     """
 
     path: str
@@ -108,6 +128,8 @@ class MoeSpec:
     narrow: tuple[str, ...] = ()
     factors: tuple[float, float] = (1.0, 1.0)
     norm: str | None = None
+    experts_norms: tuple[NormSpec | None, NormSpec | None] = (None, None)
+    shared_norms: tuple[NormSpec | None, NormSpec | None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -211,6 +233,11 @@ def _routing(
     alone = twin.of(block)
     vars(alone)["_modules"] = {}
     key = (key_of(alone), name, key_of(router), shared, narrow, norm)
+    if getattr(getattr(block.get_submodule("experts"), "spec", None), "takes_rows", False):
+        if norm is not None or len(shared) > 1 or narrow:
+            return Support.no(f"its {type(block).__name__} has more around experts that take rows")
+        beside = shared[0] if shared else None
+        return _routings.once((key, "rows"), lambda: router_kinds.scaled_inputs(block, name, router, beside))
     return _routings.once(
         key, lambda: router_probes.routing(block, name, router, *shared, narrow=narrow, norm=norm)
     )

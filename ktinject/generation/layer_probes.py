@@ -88,6 +88,12 @@ class LayerNames(NamedTuple):
         )
         return [part for part in parts if part[1]]
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether both parts take what one norm gives."""
+        others = self.before_feed_forward or self.behind_attention or self.behind_feed_forward
+        return bool(self.before_attention and self.feed_forward and self.attention and not others)
+
 
 # What stands for the children of a layer, in the order of their names.
 _FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -162,7 +168,10 @@ def residual_factor(
     factor = float(f"{((attended - x) * mixed).sum() / (mixed * mixed).sum():.12g}") if is_known else 0.0
     want = x
     for each in names.parts:
-        want = want + factor * added(each, want)
+        if names.is_parallel:
+            want = want + factor * added((names.before_attention, *each[1:]), x)
+        else:
+            want = want + factor * added(each, want)
     if is_known and factor > 0 and torch.allclose(found, want, rtol=1e-9, atol=1e-9):
         return factor
     return Support.no("it is not x + attention(norm(x)), and that + feed_forward(norm(that))")
@@ -175,20 +184,23 @@ def _times(found: Any, factor: float) -> Any:
 @dataclass(frozen=True)
 class Gating:
     """What is made of gate and up: silu(min(gate, gate_max)) · (clamp(up, -up_limit, up_limit) + up_offset), where
-    silu(x) = x · sigmoid(alpha · x).
+    silu(x) = x · sigmoid(alpha · x); or with another activation in its place.
     """
 
     alpha: float = 1.0
     gate_max: float = inf
     up_limit: float = inf
     up_offset: float = 0.0
+    activation: str = "silu"
 
 
+# Those that the native core has in dense units.
+ACTIVATIONS = ("silu", "gelu_tanh")
 PLAIN = Gating()
 
 
 def gating(module: nn.Module, names: Sequence[str]) -> Gating | Support:
-    """What a module makes of gate and up, if it is a gated unit with SiLU.
+    """What a module makes of gate and up, if it is a gated unit with one of `ACTIVATIONS`.
 
     names  of gate, up and down, or of one that gives gate and up, one behind the other, and of down
     """
@@ -209,9 +221,11 @@ def gating(module: nn.Module, names: Sequence[str]) -> Gating | Support:
             found = experts.of_gate(module, gated)
     except Exception as error:
         return refusal_of(error)
-    if isinstance(found, Support) or found.activation != "silu":
-        return Support.no(f"its {type(module).__name__} is no gated unit with SiLU")
-    return Gating(found.alpha, found.gate_max, found.up_limit, found.up_offset)
+    if isinstance(found, Support) or found.activation not in ACTIVATIONS:
+        return Support.no(f"its {type(module).__name__} is no gated unit with SiLU, or GELU by tanh")
+    if found.activation != "silu" and found.alpha != 1.0:
+        return Support.no(f"the {found.activation} of its {type(module).__name__} is of a multiple")
+    return Gating(found.alpha, found.gate_max, found.up_limit, found.up_offset, found.activation)
 
 
 def is_plain_squared_relu(module: nn.Module, names: Sequence[str]) -> Support:

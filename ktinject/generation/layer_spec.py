@@ -19,6 +19,7 @@ from ktinject.generation import (
     attention_probes,
     block_index_spec,
     compressed_spec,
+    experts_beside,
     feed_forward_spec,
     indexer_spec,
     layer_probes,
@@ -32,6 +33,7 @@ from ktinject.generation.cpu import openmp
 from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, RouterSpec
 from ktinject.generation.indexer_spec import IndexerSpec
 from ktinject.generation.layer_probes import LayerNames
+from ktinject.generation.norm_spec import NormSpec, norm_at, of_norm
 from ktinject.generation.recurrent_spec import (
     GatedDeltaSpec,
     KimiDeltaSpec,
@@ -41,18 +43,8 @@ from ktinject.generation.recurrent_spec import (
 )
 from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec
 from ktinject.operators.absorbed_mla import AbsorbedMla
-from ktinject.operators.probes import norm
 from ktinject.operators.probes.attention import LatentSpec
-from ktinject.operators.probes.norm import RmsNormSpec
 from ktinject.support import Support
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """An RMS norm and what it computes."""
-
-    path: str
-    rms: RmsNormSpec
 
 
 @dataclass(frozen=True)
@@ -67,6 +59,7 @@ class GroupedAttentionSpec:
     gate            the name of a projection to gates, or none
     outputs         what is made of values, by these gates among others
     index           `indexer`, which chooses blocks of places that are attended to; None: there is none
+    v_norm          of a head's values
     """
 
     path: str
@@ -82,6 +75,7 @@ class GroupedAttentionSpec:
     gate: str = ""
     outputs: Outputs = PLAIN_OUTPUTS
     index: BlockIndexSpec | None = None
+    v_norm: NormSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +118,9 @@ class DecoderLayerSpec:
     """y = x + r · attention(input_norm(x)), then y + r · feed_forward(post_attention_norm(y)). Paths are the layer's.
 
     attention, feed_forward  one of them may be missing, with its norms
-    feed_forward             its path is empty where the layer itself adds shared experts to an MoE block
+    feed_forward             its path is empty where the layer itself adds shared experts to an MoE block, or routes
+    is_parallel              the feed-forward part takes input_norm(x), too
+    scale                    a buffer of one number that all is multiplied with in the end; or none
     residual                 r
     *_behind                 norms of what attention and the feed-forward part give
     """
@@ -136,6 +132,8 @@ class DecoderLayerSpec:
     residual: float = 1.0
     attention_behind: NormSpec | None = None
     feed_forward_behind: NormSpec | None = None
+    is_parallel: bool = False
+    scale: str = ""
 
 
 PartSpec = (
@@ -177,6 +175,9 @@ _LAYERS = (
     ),
     # AFMoE has them before and behind.
     LayerNames("self_attn", "mlp", _NORMS[0], "pre_mlp_layernorm", _NORMS[1], "post_mlp_layernorm"),
+    _usual("self_attn", "feed_forward", _NORMS),
+    # Cohere's parts have one norm.
+    LayerNames("self_attn", "mlp", _NORMS[0]),
 )
 # What Nemotron-H's layers hold, each a part of its own.
 _ALONE = {"norm", "mixer"}
@@ -187,6 +188,8 @@ _ATTENTIONS = (
     (_HEADS, ("q_norm", "k_norm")),
     (_HEADS, ("query_layernorm", "key_layernorm")),
     (("q_proj", "k_proj", "v_proj", "out_proj"), ("q_layernorm", "k_layernorm")),
+    # One for both, as Llama 4 has it.
+    (_HEADS, ("qk_norm", "qk_norm")),
 )
 
 
@@ -210,15 +213,21 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
         names.behind_attention,
         names.behind_feed_forward,
     ):
-        found = _norm_at(layer, name) if name else None
+        found = norm_at(layer, name) if name else None
         if isinstance(found, Support):
             return found
         norms.append(found)
     hands_on = isinstance(attention, LatentAttentionSpec) and attention.latent.hands_on
-    residual = layer_probes.residual_factor(layer, names, isinstance(attention, AttentionSpec), hands_on)
+    residual: float | Support
+    feed_forward: FeedForwardSpec | None = None
+    scale = ""
+    if names == experts_beside.NAMES:
+        residual = experts_beside.residual(layer)
+        feed_forward, scale = experts_beside.feed_forward(layer), experts_beside.SCALE
+    else:
+        residual = layer_probes.residual_factor(layer, names, isinstance(attention, AttentionSpec), hands_on)
     if isinstance(residual, Support):
         return residual
-    feed_forward: FeedForwardSpec | None = None
     if names.feed_forward:
         part = layer.get_submodule(names.feed_forward)
         feed_forward = replace(feed_forward_spec.of_feed_forward(part), path=names.feed_forward)
@@ -226,15 +235,27 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
         shared = feed_forward_spec.of_dense(layer.get_submodule(names.shared))
         feed_forward = feed_forward_spec.with_shared(feed_forward, shared, names.shared)
     if isinstance(feed_forward, MoeSpec) and feed_forward.norm is not None:
-        within = _norm_at(layer, f"{feed_forward.path}.{feed_forward.norm}")
+        within = norm_at(layer, f"{feed_forward.path}.{feed_forward.norm}")
         if isinstance(within, Support) or norms[3] is not None:
             return within if isinstance(within, Support) else Support.no("two norms are behind its experts")
         norms[3] = within
-    return DecoderLayerSpec(norms[0], attention, norms[1], feed_forward, residual, norms[2], norms[3])
+    return DecoderLayerSpec(
+        norms[0],
+        attention,
+        norms[1],
+        feed_forward,
+        residual,
+        norms[2],
+        norms[3],
+        names.is_parallel,
+        scale,
+    )
 
 
 def _names_of(layer: nn.Module) -> LayerNames | Support:
     children = {name for name, _ in layer.named_children()}
+    if children == experts_beside.CHILDREN:
+        return experts_beside.NAMES
     if children == _ALONE:
         mixer: nn.Module = layer.get_submodule("mixer")
         if recurrent_spec.finder(mixer) or hasattr(mixer, "q_proj"):
@@ -249,13 +270,6 @@ def _names_of(layer: nn.Module) -> LayerNames | Support:
     )
 
 
-@openmp.one_thread()
-def of_norm(module: nn.Module) -> NormSpec | Support:
-    """The spec of an RMS norm, with an empty path."""
-    found = norm.probe(module)
-    return found if isinstance(found, Support) else NormSpec("", found)
-
-
 def of_attention(module: nn.Module) -> AttentionSpec | Support:
     """The spec of an attention, with an empty path; those of its norms are relative to it."""
     if isinstance(module, AbsorbedMla):
@@ -264,8 +278,14 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
     blocks: BlockIndexSpec | Support | None = None
     if "indexer" in children and block_index_spec.is_one(children["indexer"]):
         blocks = block_index_spec.of_index(children.pop("indexer"))
+    # Keys may be what values are made of, too.
+    missing = {name for name in ("v_proj",) if getattr(module, name, module) is None}
     heads, norm_names = next(
-        (known for known in _ATTENTIONS if {*known[0]} <= children.keys() <= {*known[0], *known[1], *_GATES}),
+        (
+            known
+            for known in _ATTENTIONS
+            if {*known[0]} - missing <= children.keys() <= {*known[0], *known[1], *_GATES, "v_norm"}
+        ),
         (None, ()),
     )
     gate = "".join(sorted(_GATES & children.keys()))
@@ -286,22 +306,27 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
     if not isinstance(size, int) or not isinstance(scaling, float) or not isinstance(index, int):
         return Support.no(f"{type(module).__name__} has no head_dim, scaling and layer_idx")
     norms: list[NormSpec | None] = []
-    for name in norm_names:
-        found = _norm_at(module, name) if name in children else None
+    for name in (*norm_names, "v_norm"):
+        found = norm_at(module, name, size) if name in children else None
         if isinstance(found, Support):
             return found
         norms.append(found)
-    there = [name for name in norm_names if name in children]
+    there = sorted({name for name in norm_names if name in children})
     turning = attention_probes.turning(module, heads, there, gate)
     if isinstance(turning, Support):
         # Norms may be such that their place does not show in the first step.
         if any(norms):
             return turning
         turning = BY_HALVES
-    q, k, v = (getattr(module.get_submodule(name), "out_features", 0) for name in heads[:3])
+    tuned = attention_probes.tuned_queries(module, heads, there, gate)
+    if isinstance(tuned, Support):
+        return tuned
+    turning = replace(turning, tuned=tuned)
+    made = {name: getattr(children.get(name), "out_features", 0) for name in heads[:3]}
+    q, k, v = (made[name] for name in (heads[0], heads[1], heads[1] if missing else heads[2]))
     o = getattr(module.get_submodule(heads[3]), "in_features", 0)
     outputs: Outputs | Support = PLAIN_OUTPUTS
-    if gate or k != v or hasattr(module, "v_scale"):
+    if gate or k != v or missing or norms[2] or hasattr(module, "v_scale"):
         outputs = attention_probes.outputs(module, heads, there, gate)
     if isinstance(outputs, Support):
         return outputs
@@ -319,22 +344,18 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         gate,
         outputs,
         blocks,
+        norms[2],
     )
 
 
 def _of_latent(module: AbsorbedMla) -> LatentAttentionSpec | Support:
-    query = None if module.q_a_proj is None else _norm_at(module, "q_a_layernorm")
-    latent = _norm_at(module, "kv_a_layernorm")
+    query = None if module.q_a_proj is None else norm_at(module, "q_a_layernorm")
+    latent = norm_at(module, "kv_a_layernorm")
     indexer = indexer_spec.of_indexer(module.indexer) if module.spec.chooses == "own" else None
     for found in (query, latent, indexer):
         if isinstance(found, Support):
             return found
     return LatentAttentionSpec("", module.spec, query, latent, indexer)  # type: ignore[arg-type]
-
-
-def _norm_at(module: nn.Module, name: str) -> NormSpec | Support:
-    found = of_norm(module.get_submodule(name))
-    return Support.no(f"{name}: {found.reason}") if isinstance(found, Support) else replace(found, path=name)
 
 
 def of_rotation(module: Any) -> RotationSpec | Support:

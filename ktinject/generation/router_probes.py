@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ktinject.generation import router_kinds
 from ktinject.generation.layer_probes import ROWS, Stub, random, run_twin
 from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import refusal_of
@@ -68,7 +69,7 @@ def routing(
         given.append((ids, weights))
         return torch.tanh(x)
 
-    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
+    def run(x: Tensor, dtype: torch.dtype, weight: Tensor = weight) -> Tensor:
         own = {weight_path: weight.to(dtype), "bias": bias.to(dtype), **drawn}
         held = _by_children(router, {path: tensor for path, tensor in own.items() if path not in outer})
         children = {
@@ -102,6 +103,14 @@ def routing(
             return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
         added = drawn[corrections[0]].flatten() if corrections else None
         found = _explained(router, x[0] @ weight.T + bias, added, ids, weights)
+        if found is not None and added is None and found["groups"] == 1:
+            found["by_logits"] = _is_by_logits(
+                lambda x, w: (run(x, x.dtype, w), given[-1][0])[1], weight, bias
+            )
+        elif found is None and added is None and not narrow:
+            found = router_kinds.near(
+                router, lambda x, w: (run(x[None], x.dtype, w), given[-1])[1], experts, hidden
+            )
     except Exception as error:
         return refusal_of(error)
     if found is None:
@@ -109,15 +118,28 @@ def routing(
     rounded_logits = x[0].bfloat16().float() @ weight.to(kept).float().T + bias.to(kept).float()
     if corrections:
         found |= {"correction": corrections[0], "of_block": corrections[0] in outer}
+    if "nearness" not in found:
+        found["rounds"] = rounded.dtype == torch.bfloat16
+        found |= _roundings(rounded_logits, found, rounded_ids, rounded)
     return {
         **found,
         "factors": factors,
         "num_experts": experts,
-        "rounds": rounded.dtype == torch.bfloat16,
-        **_roundings(rounded_logits, found, rounded_ids, rounded),
         "has_bias": "bias" in parameters,
         "weight": weight_path,
     }
+
+
+def _is_by_logits(ids_of: Callable[[Tensor, Tensor], Tensor], weight: Tensor, bias: Tensor) -> bool:
+    """Whether experts are chosen by logits where their scores are so large, or so small, that they tie.
+
+    ids_of  the ids [m, k] that are chosen of x [1, m, hidden] with a weight
+    """
+    x, large = random(1, 16, weight.shape[1], seed=4), 40 * weight
+    ids = ids_of(x, large)
+    return torch.equal(
+        ids.sort(-1).values, (x[0] @ large.T + bias).topk(ids.shape[1], -1).indices.sort(-1).values
+    )
 
 
 def _factors(out: Tensor, routed: Tensor, shared: Tensor) -> tuple[float, float] | None:

@@ -104,7 +104,7 @@ def read_as(model: Any, path: str, name: str, vocabulary: int) -> Tensor | None:
         return ids[..., None].double()
 
     def stop(*_: Any, **kwargs: Any) -> None:
-        raise _Reached(kwargs.get("inputs_embeds"))
+        raise _Reached(kwargs.get("inputs_embeds"), kwargs.get("input_ids"))
 
     module: Any = model.get_submodule(path)
     stub = _standing_in(module.get_submodule(name), embed)
@@ -115,7 +115,9 @@ def read_as(model: Any, path: str, name: str, vocabulary: int) -> Tensor | None:
         twin.around(model, path, language, without=("ktinject_decoding",), hooks=False)(
             input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False
         )
-    found = next(iter(reached), None)
+    found, given = reached if reached else (None, None)
+    if found is None and isinstance(given, Tensor) and torch.equal(given, ids):
+        return None
     if not isinstance(found, Tensor) or found.shape != (1, vocabulary, 1):
         raise UnknownLayer("the model gives its language part something else than embeddings")
     read = found[0, :, 0].long()
@@ -147,19 +149,43 @@ def embedding_scale(module: nn.Module, name: str) -> Scale:
     return scale
 
 
-def logits_scale(model: Any) -> Scale:
-    """What a model multiplies or divides the logits with that its output layer gives.
+@dataclass(frozen=True)
+class Cap:
+    """What values come near, and never reach: by · tanh(x / by)."""
+
+    by: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.tanh(x / self.by) * self.by
+
+
+class _Given(MoeModelOutputWithPast):
+    """What a language part gives, and None for whatever else a model asks it for."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def logits_scale(model: Any, path: str) -> Scale | Cap:
+    """What a model multiplies or divides the logits with that its output layer gives, or how it caps them.
+
+    path  of the language part, as `language_path` gives it
 
     Where it does something else, or cannot be tried out, nothing is taken to be done: the first step compares.
     """
     given = torch.linspace(-3, 3, 16, dtype=torch.float64).view(1, 1, -1)
     try:
-        base: nn.Module = getattr(model, model.base_model_prefix)
-        inner = _standing_in(base, lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=given))
-        held = {model.base_model_prefix: inner, "lm_head": _standing_in(model.lm_head, lambda x: x)}
+        name = path.partition(".")[0]
+        base: nn.Module = model.get_submodule(name)
+        inner = _standing_in(base, lambda *_, **__: _Given(last_hidden_state=given))
+        held = {name: inner, "lm_head": _standing_in(model.lm_head, lambda x: x)}
         with twin.on_cpu():
             changed = twin.of(model, held, without=("ktinject_decoding",), hooks=False)
             logits = twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+        cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        if isinstance(cap, (int, float)) and cap and torch.equal(Cap(cap)(given), logits):
+            return Cap(cap)
         return Scale.between(given, logits) or Scale()
     except Exception:  # transformers' own code, given what it may not be made for
         return Scale()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.generation.cpu.native_parts import UnknownLayer, child_of, linear, wide
+from ktinject.generation.cpu.native_parts import UnknownLayer, child_of, linear, norm, wide
 from ktinject.generation.feed_forward_spec import DenseSpec, FeedForwardSpec, OtherFeedForward, RouterSpec
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.operators.cpu_router import CpuRouter
@@ -23,7 +23,11 @@ def feed_forward(
         raise UnknownLayer(spec.reason)
     if isinstance(spec, DenseSpec):
         return _unit(module, spec)
-    chosen = spec.router
+    chosen, shared = spec.router, None
+    if spec.shared is not None:
+        shared = _unit(module.get_submodule(spec.shared.path), spec.shared)
+        if any(spec.shared_norms):
+            shared = _native.Normed(shared, *(norm(one, module, dtype) for one in spec.shared_norms))
     holder = module.get_submodule(chosen.path.rpartition(".")[0])
     router = child_of(holder, chosen.path.rpartition(".")[2], nn.Module)
     packed = isinstance(router, CpuRouter)
@@ -41,7 +45,16 @@ def feed_forward(
         rounds_scores=chosen.rounds_scores,
         rounds_weights=chosen.rounds,
         experts=child_of(holder, spec.experts.rpartition(".")[2], CpuExperts).native,
-        shared=None if spec.shared is None else _unit(module.get_submodule(spec.shared.path), spec.shared),
+        shared=shared,
+        bias=_bias(chosen, router, copies) if not packed else None,
+        router_norm=_router_norm(chosen, router, dtype),
+        input_factor=chosen.input_factor,
+        by_logits=chosen.by_logits,
+        expert_factors=_parameter(chosen.expert_factors, router, copies),
+        nearness=chosen.nearness,
+        scales_input=chosen.scales_input,
+        before=norm(spec.experts_norms[0], module, dtype),
+        behind=norm(spec.experts_norms[1], module, dtype),
         routed_factor=spec.factors[0],
         whole_factor=spec.factors[1],
         gate=None if spec.shared_gate is None else _gate(module.get_submodule(spec.shared_gate), dtype),
@@ -52,12 +65,29 @@ def feed_forward(
 
 def _weight(spec: RouterSpec, router: nn.Module, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
     """[experts, hidden] in fp32, of a router that computes its product itself."""
-    weight = router.get_parameter(spec.weight)
-    if spec.has_bias or not weight.is_contiguous():
-        raise UnknownLayer(
-            f"its {type(router).__name__} has a bias and is not a CpuRouter, or is not contiguous"
-        )
+    weight = dict(router.named_parameters()).get(spec.weight)
+    if weight is None or not weight.is_contiguous():
+        raise UnknownLayer(f"its {type(router).__name__} has no {spec.weight} that is contiguous")
     return wide(weight, copies)
+
+
+def _bias(spec: RouterSpec, router: nn.Module, copies: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+    return _parameter("bias" if spec.has_bias else "", router, copies)
+
+
+def _parameter(name: str, router: nn.Module, copies: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """A router's parameter of one number an expert, in fp32."""
+    return wide(router.get_parameter(name), copies) if name else None
+
+
+def _router_norm(spec: RouterSpec, router: nn.Module, dtype: torch.dtype) -> Any:
+    """That of what a router takes, whose weight the router holds."""
+    if spec.norm is None:
+        return None
+    weight, rms = router.get_parameter(spec.norm.path).detach(), spec.norm.rms
+    if weight.dtype != dtype or not weight.is_contiguous():
+        raise UnknownLayer(f"the {spec.norm.path} of its {type(router).__name__} is {weight.dtype}")
+    return _native.Norm(weight, rms.epsilon)
 
 
 def _correction(spec: RouterSpec, owner: Any, copies: list[tuple[Tensor, Tensor]]) -> Tensor | None:

@@ -91,13 +91,14 @@ class NativeLayers:
         for index, (layer, kind) in enumerate(zip(self.layers, self.kinds)):
             try:
                 angles = self.rotations.columns(index)
-                self.decoder.add(**_layer(layer, kind, weight.dtype, self.copies, angles))
+                is_interleaved = self.rotations.interleaves(index)
+                self.decoder.add(**_layer(layer, kind, weight.dtype, self.copies, angles, is_interleaved))
             except (UnknownLayer, ValueError) as error:
                 raise UnknownLayer(f"layer {index}: {error}") from None
         self.masks = known(masks.of_model(model))
         self._read_as = native_ends.read_as(model, self.path, embed, self.embed.num_embeddings)
         self._embedding_scale = native_ends.embedding_scale(self.module, embed)
-        self._logits_scale = native_ends.logits_scale(model)
+        self._logits_scale = native_ends.logits_scale(model, self.path)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """[b, 1] ids → [b, 1, hidden], as the model's first layer gets them."""
@@ -119,8 +120,13 @@ def _layer(
     dtype: torch.dtype,
     copies: list[tuple[Tensor, Tensor]],
     angles: tuple[int, int],
+    is_interleaved: bool,
 ) -> dict[str, Any]:
-    """What `_native.Decoder.add` takes for a layer. angles: the columns of the rotation that are its kind's."""
+    """What `_native.Decoder.add` takes for a layer.
+
+    angles          the columns of the rotation that are its kind's
+    is_interleaved  the model gives the two of an angle beside each other
+    """
     spec = known(layer_spec.of_layer(layer))
 
     def norm_of(found: NormSpec | None) -> Any:
@@ -129,6 +135,9 @@ def _layer(
     unit = spec.feed_forward
     turns_nothing = isinstance(spec.attention, GroupedAttentionSpec) and spec.attention.turning.is_none
     first_angle, count = (0, 0) if turns_nothing else angles
+    if isinstance(spec.attention, GroupedAttentionSpec) and not turns_nothing:
+        if spec.attention.turning.interleaved != is_interleaved:
+            raise UnknownLayer("it takes cos and sin in another order than the model gives them")
     return {
         "before_attention": norm_of(spec.input_norm),
         "attention": _attention(spec.attention, layer, kind, dtype, copies),
@@ -139,6 +148,8 @@ def _layer(
         else feed_forward(unit, layer.get_submodule(unit.path), dtype, copies),
         "behind_feed_forward": norm_of(spec.feed_forward_behind),
         "residual": spec.residual,
+        "parallel": spec.is_parallel,
+        "scale": wide(layer.get_buffer(spec.scale), copies) if spec.scale else None,
         "first_angle": first_angle,
         "angles": count,
     }
@@ -157,8 +168,6 @@ def _attention(
     if isinstance(spec, AttentionSpec) == kind.is_state or kind.indexed != chooses:
         what = "layer without attention" if spec is None else type(layer.get_submodule(spec.path)).__name__
         raise UnknownLayer(f"its cache is not what a {what} needs")
-    if kind.is_chunked:
-        raise UnknownLayer("its attention is chunked")
     if spec is None:
         return None
     module: Any = layer.get_submodule(spec.path)
@@ -167,14 +176,14 @@ def _attention(
             raise UnknownLayer("its latent attention has a window")
         return _latent(spec, module, dtype)
     if isinstance(spec, GroupedAttentionSpec):
-        return _grouped(spec, module, kind.window, dtype, copies)
+        return _grouped(spec, module, kind, dtype, copies)
     return state_twin(spec, module, dtype, copies)
 
 
 def _grouped(
     spec: GroupedAttentionSpec,
     module: Any,
-    window: int | None,
+    kind: LayerKind,
     dtype: torch.dtype,
     copies: list[tuple[Tensor, Tensor]],
 ) -> Any:
@@ -183,10 +192,11 @@ def _grouped(
     sinks = wide(module.get_parameter("sinks"), copies) if spec.has_sinks else None
     size = spec.head_size * (2 if spec.has_output_gate else 1)
     groups = k.out_features // spec.head_size
+    tuned = spec.turning.tuned or (0.0, 0.0)
     return _native.GroupedAttention(
         q=q.native,
         k=k.native,
-        v=linear(module, "v_proj"),
+        v=None if spec.outputs.keys else linear(module, "v_proj"),
         o=linear(module, spec.output),
         q_norm=None if spec.q_norm is None else norm(spec.q_norm, module, dtype),
         k_norm=None if spec.k_norm is None else norm(spec.k_norm, module, dtype),
@@ -194,16 +204,20 @@ def _grouped(
         groups=groups,
         size=spec.head_size,
         scale=spec.scaling,
-        window=window or 0,
+        window=kind.window or 0,
+        chunked=kind.is_chunked,
         sinks=sinks,
         gated=spec.has_output_gate,
         neighbours=spec.turning.by_neighbours,
         norms_last=spec.turning.before_norms,
-        value=child_of(module, "v_proj", CpuLinear).out_features // groups,
+        v_norm=None if spec.v_norm is None else norm(spec.v_norm, module, dtype),
+        value=(k if spec.outputs.keys else child_of(module, "v_proj", CpuLinear)).out_features // groups,
         value_scale=spec.outputs.scale,
         gate=linear(module, spec.gate) if spec.gate else None,
         has_softplus=spec.outputs.gate == "softplus",
         index=None if spec.index is None else _block_index(spec.index, module.indexer, dtype),
+        tuned_every=tuned[0],
+        tuned_factor=tuned[1],
     )
 
 

@@ -11,6 +11,7 @@ from ktinject import _native
 from ktinject.generation.layer_spec import NormSpec
 from ktinject.hf import adapters
 from ktinject.operators.cpu_linear import CpuLinear
+from ktinject.operators.probes.norm import LayerNormSpec
 from ktinject.support import Support
 
 
@@ -55,8 +56,15 @@ def norm(spec: NormSpec | None, owner: nn.Module, dtype: torch.dtype) -> Any:
     if spec is None:
         return None
     module = owner.get_submodule(spec.path)
-    weight = module.get_parameter("weight").detach()
     rms = spec.rms
+    if not spec.has_weight:
+        return _native.Norm(torch.ones(rms.size, dtype=dtype), rms.epsilon)
+    weight = module.get_parameter("weight").detach()
+    if isinstance(rms, LayerNormSpec):
+        bias = module.get_parameter("bias").detach() if rms.has_bias else None
+        if weight.dtype != dtype or not weight.is_contiguous() or (bias is not None and bias.dtype != dtype):
+            raise UnknownLayer(f"a {type(module).__name__} is no layer norm of the model's dtype")
+        return _native.Norm(weight, rms.epsilon, rounds_first=False, centred=True, bias=bias)
     if weight.dtype != dtype or not weight.is_contiguous():
         raise UnknownLayer(f"a {type(module).__name__} is no RMS norm of the model's dtype")
     if rms.has_unit_offset and rms.rounds_before_weight and dtype != torch.float32:

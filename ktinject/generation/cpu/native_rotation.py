@@ -38,6 +38,9 @@ class Rotations:
         except (TypeError, AttributeError) as error:
             name = type(rotary).__name__
             raise UnknownLayer(f"its {name} is called in another way: {error}") from None
+        # Whether the two values of an angle lie beside each other, as Cohere has them; of angles of 0 nothing shows.
+        turned = self(x, torch.ones(1, 1, dtype=torch.int64))
+        self._interleaved = [_is_interleaved(cos, n) for (cos, _), n in zip(turned, self._frequencies)]
         self._widths = [self._doubled(one, kind)[0].shape[-1] for kind, one in enumerate(found)]
 
     def _find_axes(self, x: Tensor) -> Rotation:
@@ -69,6 +72,10 @@ class Rotations:
         kind = self._kind[index]
         return sum(self._widths[:kind]), self._widths[kind]
 
+    def interleaves(self, index: int) -> bool:
+        """Whether a layer is given the two values of an angle beside each other."""
+        return bool(self._interleaved) and self._interleaved[self._kind[index] if self._names else 0]
+
     def side_by_side(self, rotation: Rotation, row: Any) -> tuple[Tensor | None, Tensor | None]:
         """cos and sin [b, all columns] of a token or a row."""
         if not rotation:
@@ -78,11 +85,21 @@ class Rotations:
         return cos.contiguous(), sin.contiguous()
 
     def _doubled(self, rotation: tuple[Tensor, Tensor], kind: int) -> tuple[Tensor, Tensor]:
-        """cos and sin twice side by side, also where the model gives each of them once."""
+        """cos and sin twice side by side, also where the model gives each of them once, or two of each together."""
         cos, sin = rotation
+        if self._interleaved[kind]:
+            cos, sin = cos[..., ::2], sin[..., ::2]
         if cos.shape[-1] == self._frequencies[kind]:
             return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
         return cos, sin
+
+
+def _is_interleaved(cos: Tensor, frequencies: int) -> bool:
+    """Whether cos [1, 1, n] has each angle's two values beside each other."""
+    if cos.shape[-1] != 2 * frequencies or frequencies < 2:
+        return False
+    a, b = cos[..., :frequencies], cos[..., frequencies:]
+    return not torch.equal(a, b) and torch.equal(cos[..., ::2], cos[..., 1::2])
 
 
 def parts_of(rotation: Any) -> Any:

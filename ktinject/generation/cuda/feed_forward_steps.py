@@ -95,7 +95,11 @@ def moe_step(spec: MoeSpec, module: Any) -> Step | None:
     gate, experts = module.get_submodule(spec.router.path), module.get_submodule(spec.experts)
     if shared is None or not isinstance(experts, HybridExperts):
         return None
-    if spec.router.of_block or spec.narrow or spec.norm or spec.factors != (1.0, 1.0):
+    router = spec.router
+    is_other = (
+        router.of_block or router.scales_input or spec.narrow or spec.norm or spec.factors != (1.0, 1.0)
+    )
+    if is_other:
         return None  # the block gives its router more than x, its experts something else, or changes what it adds
 
     def step(hidden_states: Tensor) -> Tensor:

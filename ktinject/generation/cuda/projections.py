@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Norm
 from ktinject.generation.layer_spec import NormSpec
+from ktinject.operators.probes.norm import LayerNormSpec
 
 Step = Callable[..., Any]  # takes the place of a module's forward
 
@@ -22,6 +23,8 @@ _MANY_INPUTS = 4096
 def norm_of(spec: NormSpec, owner: nn.Module) -> Norm | None:
     """The norm at the spec's path below `owner`; None if the kernels cannot compute it."""
     rms = spec.rms
+    if isinstance(rms, LayerNormSpec) or not spec.has_weight:
+        return None
     if rms.has_unit_offset and rms.rounds_before_weight:
         return None  # the weight with its 1 is rounded, too
     weight = owner.get_submodule(spec.path).get_parameter("weight")

@@ -20,7 +20,7 @@ from ktinject.generation.layer_spec import (
     NormSpec,
     RotationSpec,
 )
-from ktinject.operators.probes.norm import RmsNormSpec
+from ktinject.operators.probes.norm import LayerNormSpec, RmsNormSpec
 from ktinject.support import Support
 
 torch.set_num_threads(1)
@@ -33,7 +33,19 @@ ROUTERS = {
     "mixtral": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=False, rounds_logits=True),
     "glm4_moe": SIGMOIDS,
     "gpt_oss": RouterSpec(
-        "router", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=True, has_bias=True, rounds_logits=True
+        "router",
+        "softmax",
+        6,
+        2,
+        False,
+        1,
+        1,
+        True,
+        1.0,
+        rounds=True,
+        has_bias=True,
+        rounds_logits=True,
+        by_logits=True,
     ),
     "deepseek_v3": SIGMOIDS,
     "kimi_k2": SIGMOIDS,
@@ -108,8 +120,16 @@ class TestRefusals:
         )
 
     def test_layer_norm(self) -> None:
-        assert "it is not weight * x" in reason(layer_spec.of_norm(nn.LayerNorm(8, bias=False)))
-        assert "something else than one vector" in reason(layer_spec.of_norm(nn.LayerNorm(8)))
+        """Is no RMS norm, and known as what it is; one that divides by another deviation is neither."""
+        for bias in (False, True):
+            found = layer_spec.of_norm(nn.LayerNorm(8, eps=1e-3, bias=bias))
+            assert found == NormSpec("", LayerNormSpec(8, 1e-3, bias))
+        odd = nn.LayerNorm(8, bias=False)
+        derived(odd, lambda self, x: self.weight * (x - x.mean(-1, True)) / (x.std(-1, keepdim=True) + 1e-5))
+        assert "it is not weight * x" in reason(layer_spec.of_norm(odd))
+        odd = nn.LayerNorm(8)
+        derived(odd, lambda self, x: type(self).__mro__[1].forward(self, x) + 0.1)
+        assert "something else than one vector" in reason(layer_spec.of_norm(odd))
 
     def test_a_layer_that_scales_its_residual(self) -> None:
         layer = qwen().model.layers[0]

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 import ktinject
 from ktinject import OperatorError
 from ktinject.generation import masks
+from ktinject.generation.cache_layers import kinds_of
 from ktinject.generation.cpu import native_decoder
 from ktinject.generation.cpu.native_decoder import TRIES, NativeDecoder
 from ktinject.generation.decoding import run_model
@@ -70,7 +71,7 @@ def logits_of(
             position_ids=positions[:, :9],
             past_key_values=cache,
         ).logits[:, -1]
-        runner = GraphRunner(forward, lambda: None, cache, 40, first)
+        runner = GraphRunner(forward, lambda: None, cache, 40, first, kinds=kinds_of(model.config))
         runner.begin(cache, 9, mask[:, :9], positions[:, 9:10])
         found = []
         for at in range(9, 9 + steps):
@@ -133,13 +134,14 @@ def test_variants_of_latent_attention_and_routing(config: dict[str, Any]) -> Non
 
 
 def varied(model: PreTrainedModel) -> PreTrainedModel:
-    """With other weights of norms, and corrections of routers, for each value."""
+    """With other weights of norms, scales, and corrections of routers, for each value."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.dim() == 1 and ("norm" in name or "bias" in name):
+            if tensor.dim() == 1 and any(part in name for part in ("norm", "bias", "scal")):
                 drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float32)
-                tensor.copy_(drawn + 0.5 if "norm" in name else 0.3 * drawn)
+                is_bias = "bias" in name.rpartition(".")[2] or ("norm" not in name and "scal" not in name)
+                tensor.copy_(0.3 * drawn if is_bias else drawn + 0.5)
     return model
 
 

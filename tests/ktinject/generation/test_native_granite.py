@@ -125,11 +125,11 @@ class TestScales:
     def test_of_a_model(self) -> None:
         model = tiny("granitemoe", **SCALED)
         assert native_ends.embedding_scale(model.model, "embed_tokens") == Scale(3.1)
-        assert native_ends.logits_scale(model) == Scale(1.7, divides=True)
+        assert native_ends.logits_scale(model, "model") == Scale(1.7, divides=True)
         plain = tiny("qwen3_moe")
         assert (
             native_ends.embedding_scale(plain.model, "embed_tokens")
-            == native_ends.logits_scale(plain)
+            == native_ends.logits_scale(plain, "model")
             == Scale()
         )
 
