@@ -318,7 +318,8 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         if any(norms):
             return turning
         turning = BY_HALVES
-    tuned = attention_probes.tuned_queries(module, heads, there, gate)
+    # What an index chooses of two keys is none of them.
+    tuned = attention_probes.tuned_queries(module, heads, there, gate) if blocks is None else None
     if isinstance(tuned, Support):
         return tuned
     turning = replace(turning, tuned=tuned)
