@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ktinject.generation.layer_probes import ROWS, Stub, random, run_twin
 from ktinject.hf import compat
+from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import refusal_of
 from ktinject.support import Support
 
@@ -147,6 +148,7 @@ class _TwoKeys:
 _POSITIONS = (0, 1, 1000, 4095, 4096, 8191, 8192, 20000, 100_000, 1_000_000)
 
 
+@twin.on_cpu()
 def tuned_queries(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str = "") -> Any:
     """`Turning.tuned`, or a Support: queries depend on their position in another way. Arguments as of `turning`."""
     size = module.head_dim

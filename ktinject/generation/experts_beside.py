@@ -20,6 +20,7 @@ from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, Othe
 from ktinject.generation.layer_probes import LayerNames, Stub, random, run_twin
 from ktinject.generation.norm_spec import NormSpec
 from ktinject.hf import compat
+from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import refusal_of
 from ktinject.support import Support
 
@@ -49,6 +50,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@twin.on_cpu()
 def residual(layer: nn.Module) -> float | Support:
     """1.0 if a layer with these children computes what is said above; else why not."""
     if [name for name, _ in layer.named_buffers(recurse=False)] != [SCALE]:

@@ -37,6 +37,7 @@ class _Block(nn.Module):
         return found.view(x.shape)
 
 
+@twin.on_cpu()
 def of_router(router: nn.Module) -> dict[str, Any] | Support:
     """`RouterSpec` of a router that gives probabilities, weights and ids, without its path."""
     name = type(router).__name__

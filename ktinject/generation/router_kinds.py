@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.generation.layer_probes import ROWS, Stub, random, run_twin
+from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import refusal_of
 from ktinject.support import Support
 
@@ -34,6 +35,7 @@ def near_weights(logits: Tensor, nearness: float) -> tuple[Tensor, Tensor]:
     return torch.cat(ids, -1), torch.cat(weights, -1)
 
 
+@twin.on_cpu()
 def near(
     router: nn.Module, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], experts: int, hidden: int
 ) -> dict[str, Any] | None:
@@ -73,6 +75,7 @@ def near(
     }
 
 
+@twin.on_cpu()
 def scaled_inputs(
     block: nn.Module, name: str, router: nn.Module, shared: str | None
 ) -> dict[str, Any] | Support:

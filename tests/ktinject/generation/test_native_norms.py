@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import models
 import pytest
 import torch
 from test_generate import prompt, stock
-from test_native_decoder import INT8_TOLERANCE, assert_as_exact_as_its_own
+from test_native_decoder import INT8_TOLERANCE, assert_as_exact_as_its_own, varied
 from test_native_gates import derived, made, packed
 from test_native_windows import assert_native
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, Gemma4Config, Gemma4ForConditionalGeneration
 
 import ktinject
 from ktinject import _native
@@ -129,6 +130,33 @@ def test_two_turns_and_several_tokens_of_a_text(family: str) -> None:
     found = model.generate(**arguments, eos_token_id=None, prompt_lookup_num_tokens=3)
     assert "lookup" in model.ktinject_decoding.last and not model.ktinject_decoding.reason
     assert torch.equal(found, want)
+
+
+def test_the_language_part_of_a_model_with_images() -> None:
+    """Gemma 4 is published as one."""
+    if "gemma4_text" not in FAMILIES:
+        pytest.skip("transformers has no gemma4_text")
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16,
+    }  # fmt: skip
+    ids = dict(zip(("image", "audio", "video", "boi", "eoi", "boa"), range(90, 96)))
+    config = Gemma4Config(
+        text_config=models.config("gemma4_text", **GEMMA).to_dict(), vision_config=vision, audio_config=None,
+        eoa_token_index=89, **{f"{name}_token_id": value for name, value in ids.items()},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = Gemma4ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=2 * parameter.shape[-1] ** -0.5)
+    variables = dict.fromkeys(("experts", "dense", "head"), "int8")
+    model = ktinject.optimize(varied(plain), "auto", devices=["cpu"], variables=variables, progress=False)
+    arguments = {**prompt(), "eos_token_id": None}
+    arguments["input_ids"] = arguments["input_ids"].clamp(max=88)
+    assert torch.equal(model.generate(**arguments), stock(model, **arguments))
+    assert_native(model)
 
 
 def layers_of(family: str) -> list[DecoderLayerSpec]:
