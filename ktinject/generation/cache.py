@@ -53,6 +53,7 @@ class KVBucket(Cache):
     masks           window, or None → [b, 1, 1, n] bool: what the step may attend to, in the order of its places
     past            of a step of several tokens of one text, what notes the states between them; else None
     asks_hidden     a step is to leave in `hidden` what its logits are made of, [n, 1, hidden]
+    is_compared     the step's parts are compared with the model's, also in what nobody sees yet
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class KVBucket(Cache):
         super().__init__(layers=[*layers])
         self.stages: Stages | None = None
         self.past: Any = None
-        self.asks_hidden = False
+        self.asks_hidden = self.is_compared = False
         self.hidden: Any = None
         self.cache_position, self.places, self.masks = cache_position, places, masks
         self._states = states

@@ -357,7 +357,8 @@ void def_compressed(nb::module_& m) {
          Address<const float> bias, Address<> overlap_kv, Address<float> overlap_gate, Address<const float> norm,
          float eps, Address<const float> angles, float scale, Address<const int64_t> cache_position,
          Address<const int64_t> positions, int64_t positions_stride, Address<> keys, int64_t keys_stride,
-         Address<> added, int rows, int rate, int d, int windows, int turned, DType dtype, cuda::Stream stream) {
+         Address<> added, bool always, int rows, int rate, int d, int windows, int turned, DType dtype,
+         cuda::Stream stream) {
         cuda::compress({.kv = kv,
                         .gate = gate,
                         .kv_stride = kv_stride,
@@ -377,6 +378,7 @@ void def_compressed(nb::module_& m) {
                         .keys = keys,
                         .keys_stride = keys_stride,
                         .added = added,
+                        .always = always,
                         .rows = rows,
                         .rate = rate,
                         .d = d,
@@ -387,9 +389,9 @@ void def_compressed(nb::module_& m) {
       nb::kw_only(), nb::arg("kv"), nb::arg("gate"), nb::arg("kv_stride"), nb::arg("gate_stride"), nb::arg("held_kv"),
       nb::arg("held_gate"), nb::arg("bias"), nb::arg("overlap_kv"), nb::arg("overlap_gate"), nb::arg("norm"),
       nb::arg("eps"), nb::arg("angles"), nb::arg("scale"), nb::arg("cache_position"), nb::arg("positions"),
-      nb::arg("positions_stride"), nb::arg("keys"), nb::arg("keys_stride"), nb::arg("added"), nb::arg("rows"),
-      nb::arg("rate"), nb::arg("d"), nb::arg("windows"), nb::arg("turned"), nb::arg("dtype"), nb::arg("stream"),
-      "A token more of a window of compressed keys, and its key.");
+      nb::arg("positions_stride"), nb::arg("keys"), nb::arg("keys_stride"), nb::arg("added"), nb::arg("always"),
+      nb::arg("rows"), nb::arg("rate"), nb::arg("d"), nb::arg("windows"), nb::arg("turned"), nb::arg("dtype"),
+      nb::arg("stream"), "A token more of a window of compressed keys, and its key.");
   m.def(
       "turn_heads",
       [](Address<> x, Address<> cos, Address<> sin, Address<> out, int64_t x_stride, int64_t angle_stride, float eps,

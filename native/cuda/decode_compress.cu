@@ -1,6 +1,6 @@
 // Compressing: a thread block has a row, and a thread one of its d values, of which it goes through the window's slots
-// twice: for the sum of the softmax, and with its weights rounded. The key of a window that is not complete is computed
-// like any other, so that every step is the same one; nobody sees it before the window is complete.
+// twice: for the sum of the softmax, and with its weights rounded. Nobody sees the key of a window before this is
+// complete, so it may be left out until then.
 #include "cuda/decode_compress.hpp"
 
 #include <cuda_bf16.h>
@@ -102,6 +102,25 @@ __device__ __forceinline__ void leave_overlap(const Compress& p, int row, int wi
   }
 }
 
+// All threads call it.
+template <class T, bool kOverlaps>
+__device__ __forceinline__ void make_key(const Compress& p, int row, int64_t window, int value) {
+  const bool is_value = value < p.d;
+  float found = is_value ? Column<T, kOverlaps>(p, row, value).pooled() : 0;
+  const float norm = rsqrtf(block_sum(found * found) / static_cast<float>(p.d) + p.eps);
+  if (is_value) found = rounded<T>(p.norm[value] * (found * norm));
+  const float other = __shfl_xor_sync(kAll, found, 1);
+  if (!is_value) return;
+  const int turned = value - (p.d - p.turned);
+  if (turned >= 0) {
+    float sin = 0, cos = 0;
+    sincosf(static_cast<float>(window * p.rate) * p.angles[turned / 2], &sin, &cos);
+    sin = rounded<T>(sin * p.scale), cos = rounded<T>(cos * p.scale);
+    found = fmaf(found, cos, turned % 2 == 0 ? -other * sin : other * sin);
+  }
+  static_cast<T*>(p.keys)[row * p.keys_stride + window * p.d + value] = store<T>(found);
+}
+
 template <class T, bool kOverlaps>
 __global__ void __launch_bounds__(Compress::kMostValues) compress_kernel(const Compress p) {
   const int row = static_cast<int>(blockIdx.x), value = static_cast<int>(threadIdx.x);
@@ -111,24 +130,10 @@ __global__ void __launch_bounds__(Compress::kMostValues) compress_kernel(const C
   await_previous();
   const int64_t position = __ldcg(p.cache_position), window = position / p.rate;
   const int slot = static_cast<int>(position % p.rate);
-  float found = 0;
-  if (is_value) {
-    take_token<T>(p, row, slot, width, value);
-    found = Column<T, kOverlaps>(p, row, value).pooled();
-  }
-  const float norm = rsqrtf(block_sum(found * found) / static_cast<float>(p.d) + p.eps);
-  if (is_value) found = rounded<T>(p.norm[value] * (found * norm));
-  const float other = __shfl_xor_sync(kAll, found, 1);
-  if (is_value) {
-    const int turned = value - (p.d - p.turned);
-    if (turned >= 0) {
-      float sin = 0, cos = 0;
-      sincosf(static_cast<float>(window * p.rate) * p.angles[turned / 2], &sin, &cos);
-      sin = rounded<T>(sin * p.scale), cos = rounded<T>(cos * p.scale);
-      found = fmaf(found, cos, turned % 2 == 0 ? -other * sin : other * sin);
-    }
-    static_cast<T*>(p.keys)[row * p.keys_stride + window * p.d + value] = store<T>(found);
-    if (kOverlaps && slot == p.rate - 1) leave_overlap<T>(p, row, width, value);
+  if (is_value) take_token<T>(p, row, slot, width, value);
+  if (p.always || slot == p.rate - 1) {  // alike for the whole block
+    make_key<T, kOverlaps>(p, row, window, value);
+    if (kOverlaps && is_value && slot == p.rate - 1) leave_overlap<T>(p, row, width, value);
   }
   const int64_t complete = (__ldcg(p.positions + row * p.positions_stride) + 1) / p.rate;
   for (int i = value; i < p.windows; i += static_cast<int>(blockDim.x))

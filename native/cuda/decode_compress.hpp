@@ -39,6 +39,7 @@ struct Compress {
   void* keys = nullptr;  // [rows, windows, d], rows keys_stride apart
   int64_t keys_stride = 0;
   void* added = nullptr;  // [rows, windows]
+  bool always = true;     // make the key of a window that is not complete, too
   int rows = 0, rate = 0, d = 0, windows = 0, turned = 0;
 };
 // Throws std::invalid_argument for what it does not serve.

@@ -38,6 +38,8 @@ def compress(
     weights: CompressorWeights,
     cache_position: Tensor,
     positions: Tensor,
+    *,
+    always: bool = True,
 ) -> Tensor:
     """A token more of the present window, and this window's key; decode_compress.hpp has the formula.
 
@@ -45,6 +47,7 @@ def compress(
     part            changed in place
     cache_position  [1] int64: of the token in its text
     positions       [b] int64, any stride: from which windows are seen
+    always          make the key of a window that is not complete, too
     Returns         [b, windows] of that dtype: 0 of a window that is complete at `positions`, -inf of another
     Raises          ValueError for tensors that are not as said here
     """
@@ -77,6 +80,7 @@ def compress(
         keys=address("keys", part.keys, *like, strided=1),
         keys_stride=part.keys.stride(0),
         added=address("added", added, device),
+        always=always,
         rows=rows,
         rate=rate,
         d=d,

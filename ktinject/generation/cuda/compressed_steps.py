@@ -80,17 +80,14 @@ def compressor_step(spec: CompressorSpec, module: Any) -> Step:
         if layer is None:
             return own(module, *given)
         # transformers shows all keys that there are to a token, unless they are chosen.
-        seen = (
-            layer.cache_position.expand(len(hidden_states))
-            if spec.indexer is None
-            else _last(position_ids, hidden_states)
-        )
-        keys, added = _compress(spec, module, hidden_states, layer, seen)
-        if spec.indexer is not None and keys.shape[1] <= module.indexer.index_topk:
-            _compress(
-                spec.indexer, module.indexer, hidden_states, layer, seen
-            )  # which would choose all of them
-        elif spec.indexer is not None:
+        index = spec.indexer
+        seen = layer.cache_position if index is None else position_ids[:, -1]
+        seen = seen.expand(len(hidden_states))
+        keys, added = _compress(spec, module, hidden_states, layer, seen, cache.is_compared)
+        if index is not None and keys.shape[1] <= module.indexer.index_topk:
+            # It would choose all of them, but needs its own keys later.
+            _compress(index, module.indexer, hidden_states, layer, seen, cache.is_compared)
+        elif index is not None:
             chosen = module.indexer(*given)[:, 0]
             count = keys.shape[1]
             chosen = torch.where(chosen < 0, count, chosen)
@@ -110,8 +107,8 @@ def indexer_step(spec: CompressorSpec, module: Any) -> Step:
         layer = _layer_of(cache, layer_idx, hidden_states)
         if layer is None:
             return own(module, hidden_states, q_residual, position_ids, cache, layer_idx)
-        seen = _last(position_ids, hidden_states)
-        keys, added = _compress(spec, module, hidden_states, layer, seen)
+        seen = position_ids[:, -1].expand(len(hidden_states))
+        keys, added = _compress(spec, module, hidden_states, layer, seen, cache.is_compared)
         cos, sin = module.rotary_emb(hidden_states, position_ids=position_ids, layer_type=spec.rotation)
         rows = len(hidden_states)
         q = module.q_b_proj(q_residual).view(rows, -1, spec.size)
@@ -129,15 +126,18 @@ def _layer_of(cache: Any, index: int, hidden_states: Tensor) -> CompressedLayer 
     return layer if isinstance(layer, CompressedLayer) and hidden_states.shape[1] == 1 else None
 
 
-def _last(position_ids: Tensor, hidden_states: Tensor) -> Tensor:
-    """[b]: of the tokens."""
-    return position_ids[:, -1].expand(len(hidden_states))
-
-
 def _compress(
-    spec: CompressorSpec, module: Any, hidden_states: Tensor, layer: CompressedLayer, seen: Tensor
+    spec: CompressorSpec,
+    module: Any,
+    hidden_states: Tensor,
+    layer: CompressedLayer,
+    seen: Tensor,
+    always: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The keys of all windows [b, windows, d], and what hides those that are not complete at `seen`, [b, windows]."""
+    """The keys of all windows [b, windows, d], and what hides those that are not complete at `seen`, [b, windows].
+
+    always  as `compressed_ops.compress` takes it
+    """
     x, part = hidden_states[:, 0].contiguous(), layer.parts[spec.name]
     kv, gate = project(x, [module.kv_proj, module.gate_proj])
     angles = getattr(module.rotary_emb, "_".join((spec.rotation, "inv_freq")))
@@ -145,5 +145,5 @@ def _compress(
         module.position_bias, module.kv_norm.weight, spec.norm_eps, angles.float(), spec.scale
     )
     part.gate_dtype = torch.promote_types(gate.dtype, torch.float32)
-    added = compressed_ops.compress(kv, gate, part, weights, layer.cache_position, seen)
+    added = compressed_ops.compress(kv, gate, part, weights, layer.cache_position, seen, always=always)
     return part.keys, added

@@ -126,6 +126,8 @@ class Fused:
         """The model's output. In the first call, known modules only compare, and their own forward gives the result."""
         cache = compat.cache_of(inputs)
         checking, is_one_text = not self._checked, consecutive.is_of_one_text(cache)
+        if isinstance(cache, KVBucket):
+            cache.is_compared = checking
         # Modules are compared on rows of several texts, or of one token.
         steps = {} if checking and is_one_text else self._steps
         alone = {
@@ -173,7 +175,8 @@ class Fused:
                         ours, theirs_of = ours[:1], theirs[:1]
                     support = _agreement(ours, theirs_of, tolerance)
                     # States in fp32 are made of values that were rounded to the model's dtype.
-                    rounded = {"": max(tolerance.get(t.dtype, 0.0) for t in _tensors(theirs)), **tolerance}
+                    computed = *_tensors(theirs), *states
+                    rounded = {"": max(tolerance.get(t.dtype, 0.0) for t in computed), **tolerance}
                     for state, wanted in zip(states, behind):
                         support = support and _agreement(state, wanted, {"": rounded[""]})
                 except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:

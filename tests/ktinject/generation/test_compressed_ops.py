@@ -52,11 +52,17 @@ def compressed_in_torch(
     weights: CompressorWeights,
     cache_position: Tensor,
     positions: Tensor,
+    always: bool = True,
 ) -> Tensor:
     """What `compress` computes."""
     rate, d, dtype = part.kv.shape[1], part.keys.shape[2], kv.dtype
     window, slot = divmod(int(cache_position), rate)
     part.kv[:, slot], part.gate[:, slot] = kv, gate
+    order = torch.arange(part.keys.shape[1], device=kv.device)
+    added = torch.zeros(len(kv), len(order), dtype=dtype, device=kv.device)
+    added.masked_fill_(order >= ((positions + 1) // rate)[:, None], float("-inf"))
+    if not always and slot < rate - 1:
+        return added
     logits, values = part.gate + weights.bias, part.kv
     own = logits[..., -d:], values[..., -d:]
     if part.overlap_kv is not None:
@@ -70,9 +76,7 @@ def compressed_in_torch(
     if part.overlap_kv is not None and slot == rate - 1:
         part.overlap_kv.copy_(values[..., :d])
         part.overlap_gate.copy_(logits[..., :d])
-    order = torch.arange(part.keys.shape[1], device=kv.device)
-    added = torch.zeros(len(kv), len(order), dtype=dtype, device=kv.device)
-    return added.masked_fill_(order >= ((positions + 1) // rate)[:, None], float("-inf"))
+    return added
 
 
 def test_specs_of_a_model() -> None:
@@ -101,7 +105,15 @@ def test_steps_are_the_modules(monkeypatch: pytest.MonkeyPatch, topk: int) -> No
 
     With 512, an index would choose all keys that there are.
     """
-    for name, function in (("compress", compressed_in_torch), ("turn_heads", turned_in_torch)):
+
+    def compress(
+        kv: Tensor, gate: Tensor, part: Part, weights: Any, at: Tensor, seen: Tensor, always: bool
+    ) -> Tensor:
+        added = compressed_in_torch(kv, gate, part, weights, at, seen, always)
+        part.keys[:, int(at) // part.kv.shape[1]] *= 1 + 1e-6  # as a kernel's other roundings do
+        return added
+
+    for name, function in (("compress", compress), ("turn_heads", turned_in_torch)):
         monkeypatch.setattr(compressed_ops, name, function)
     for name, function in (("hyper_connection", in_torch), ("mix", mixed)):
         monkeypatch.setattr(streams_ops, name, function)
@@ -126,8 +138,10 @@ def test_steps_are_the_modules(monkeypatch: pytest.MonkeyPatch, topk: int) -> No
 def test_a_wrong_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways write to one cache, so it must be compared, and left as the module left it."""
 
-    def compress(kv: Tensor, gate: Tensor, part: Part, weights: Any, at: Tensor, seen: Tensor) -> Tensor:
-        added = compressed_in_torch(kv, gate, part, weights, at, seen)
+    def compress(
+        kv: Tensor, gate: Tensor, part: Part, weights: Any, at: Tensor, seen: Tensor, always: bool
+    ) -> Tensor:
+        added = compressed_in_torch(kv, gate, part, weights, at, seen, always)
         part.keys[:, int(at) // part.kv.shape[1]] *= 1.5
         return added
 
@@ -155,10 +169,10 @@ class TestKernels:
     @pytest.mark.parametrize(
         "rate, d, turned", [(4, 512, 64), (128, 512, 64), (4, 128, 64), (3, 16, 2), (5, 1024, 0)]
     )
-    @pytest.mark.parametrize("overlaps", [False, True])
+    @pytest.mark.parametrize("overlaps, always", [(False, False), (True, True), (True, False)])
     @torch.inference_mode()
     def test_compress_in_a_graph(
-        self, dtype: torch.dtype, rows: int, rate: int, d: int, turned: int, overlaps: bool
+        self, dtype: torch.dtype, rows: int, rate: int, d: int, turned: int, overlaps: bool, always: bool
     ) -> None:
         torch.manual_seed(0)
         width, windows, make = d * (1 + overlaps), 7, {"dtype": dtype}
@@ -184,11 +198,11 @@ class TestKernels:
         seen = torch.full((rows, 1), 2 * rate - 2, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            added = compressed_ops.compress(kv, gate, part, weights, at, seen[:, 0])
+            added = compressed_ops.compress(kv, gate, part, weights, at, seen[:, 0], always=always)
         for _ in range(2 * rate):
             both.normal_()
             graph.replay()
-            wanted = compressed_in_torch(kv, gate, like, weights, at, seen[:, 0])
+            wanted = compressed_in_torch(kv, gate, like, weights, at, seen[:, 0], always)
             assert torch.equal(added, wanted), f"added, at {at.item()}"
             for name in ("kv", "gate", "keys", "overlap_kv", "overlap_gate"):
                 ours, theirs = getattr(part, name), getattr(like, name)
@@ -236,6 +250,7 @@ class TestInAModel:
         assert fused is not None and model.ktinject_decoding.last == "graph loop"
         wanted = {f"model.layers.{i}.self_attn" for i in range(3)}
         wanted |= {f"model.layers.{i}.self_attn.compressor" for i in (1, 2)}
+        wanted.add("model.layers.2.self_attn.compressor.indexer")
         missing = {path: fused.refused.get(path) for path in wanted - {*fused._steps}}
         assert not missing, missing
 

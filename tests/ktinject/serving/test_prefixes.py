@@ -87,9 +87,9 @@ def text(count: int, seed: int = 0) -> list[int]:
     return torch.randint(3, 90, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "deepseek_v4"])
 def test_a_second_turn_reads_what_is_new(family: str) -> None:
-    """Keys and values, a latent, windows, and states of fixed size."""
+    """Keys and values, a latent, windows, states of fixed size, and compressed keys."""
     reader = Reader(family)
     first = reader.write(text(30), 0)
     assert first == reader.alone(text(30))
