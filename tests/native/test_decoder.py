@@ -284,6 +284,46 @@ def test_latent_attention_of_every_instruction_set(row: dict[str, Any], heads: i
         _native.force_kernel("auto")
 
 
+@pytest.mark.parametrize(
+    "heads, groups, size, value", [(24, 3, 64, 64), (12, 1, 96, 32), (40, 2, 32, 96), (6, 2, 64, 64)]
+)
+@pytest.mark.parametrize(
+    "row", [row for row in _native.kernels() if row["weights"] == "bf16"], ids=lambda r: r["name"]
+)
+def test_grouped_attention_of_every_instruction_set(
+    row: dict[str, Any], heads: int, groups: int, size: int, value: int
+) -> None:
+    """In bf16, as latent attention above: 8, 12, 20 and 3 heads that share keys, with sinks."""
+    if not row["available"]:
+        pytest.skip(str(row["reason"]))
+    dtype = torch.bfloat16
+
+    def steps(kernel: str) -> list[Tensor]:
+        _native.force_kernel(kernel)
+        torch.manual_seed(0)
+        parts = [linear(count, HIDDEN)[0] for count in (heads * size, groups * size, groups * value)] + [
+            linear(HIDDEN, heads * value)[0]
+        ]
+        sizes = {"heads": heads, "groups": groups, "size": size, "value": value}
+        layer = Layer(_native.GroupedAttention(**grouped(*parts, **sizes, sinks=torch.randn(heads))), dtype)
+        keys = torch.randn(2, groups, 1100, size).to(dtype)
+        values = torch.randn(2, groups, 1100, value).to(dtype)
+        x, mask = torch.randn(2, HIDDEN).to(dtype) * 0.01, torch.rand(2, 1100) < 0.7
+        mask[0, 128:400] = False
+        found = []
+        for position in (0, 15, 46, 129, 700, 1098):
+            mask[:, position] = True
+            found.append(layer(x, keys, values, position, mask=mask).float())
+        return found
+
+    try:
+        for found, want in zip(steps(str(row["name"])), steps("reference_bf16"), strict=True):
+            # What bf16 rounds the output to, and the weights on tiles.
+            assert relative_error(found, want) <= 1.2e-2
+    finally:
+        _native.force_kernel("auto")
+
+
 class TestChoice:
     @pytest.mark.parametrize("size", [1, 5, 311, 4097, 50_000])
     def test_is_torch_s_from_the_same_random_numbers(self, size: int) -> None:

@@ -69,6 +69,8 @@ struct HardwareTiles {
     load<6>(p0, 64);
     load<7>(p1, 64);
   }
+  // The first column of the block alone: one B tile, accumulators 0 and 2.
+  static void load_b0(const void* p) { load<6>(p, 64); }
   static void zero(bool two) {
     zero_tile<0>();
     zero_tile<1>();
@@ -96,6 +98,11 @@ struct HardwareTiles {
       store_tile<3>(bytes + 16 * 128 + 64);
     }
   }
+  static void store_first(void* c, bool two) {
+    auto* bytes = static_cast<char*>(c);
+    store_tile<0>(bytes);
+    if (two) store_tile<2>(bytes + 16 * 128);
+  }
 #define KTINJECT_TILE_PRODUCT(INSTRUCTION)                \
   __asm__ volatile(INSTRUCTION " %tmm6, %tmm4, %tmm0");   \
   __asm__ volatile(INSTRUCTION " %tmm7, %tmm4, %tmm1");   \
@@ -104,6 +111,10 @@ struct HardwareTiles {
     __asm__ volatile(INSTRUCTION " %tmm7, %tmm5, %tmm3"); \
   }
   static void bf16(bool two) { KTINJECT_TILE_PRODUCT("tdpbf16ps") }
+  static void bf16_first(bool two) {
+    __asm__ volatile("tdpbf16ps %tmm6, %tmm4, %tmm0");
+    if (two) __asm__ volatile("tdpbf16ps %tmm6, %tmm5, %tmm2");
+  }
   static void unsigned_signed(bool two) { KTINJECT_TILE_PRODUCT("tdpbusd") }
   static void signed_signed(bool two) { KTINJECT_TILE_PRODUCT("tdpbssd") }
   static void signed_unsigned(bool two) { KTINJECT_TILE_PRODUCT("tdpbsud") }
@@ -159,6 +170,7 @@ struct ModelTiles {
     load(6, p0, 64);
     load(7, p1, 64);
   }
+  static void load_b0(const void* p) { load(6, p, 64); }
   static void zero(bool two) {
     check(state().configured, "tile zero without a configuration");
     std::memset(state().data, 0, sizeof(State::data[0]) * (two ? 4 : 2));
@@ -174,13 +186,20 @@ struct ModelTiles {
       for (int r = 0; r < s.rows[tile]; ++r)
         std::memcpy(static_cast<char*>(c) + (tile / 2 * 16 + r) * 128 + tile % 2 * 64, s.data[tile][r], s.bytes[tile]);
   }
+  static void store_first(void* c, bool two) {
+    State& s = state();
+    check(s.configured, "tile store without a configuration");
+    for (int tile = 0; tile < (two ? 4 : 2); tile += 2)
+      for (int r = 0; r < s.rows[tile]; ++r)
+        std::memcpy(static_cast<char*>(c) + (tile / 2 * 16 + r) * 128, s.data[tile][r], s.bytes[tile]);
+  }
 
   // TMUL's shape rules: dst.rows == a.rows, dst.bytes == b.bytes, a.bytes == 4 * b.rows.
   template <class Step>
-  static void multiply(bool two, Step step) {
+  static void multiply(bool two, Step step, int columns = 2) {
     State& s = state();
     check(s.configured, "tile product without a configuration");
-    for (int c = 0; c < (two ? 4 : 2); ++c) {
+    for (int c = 0; c < (two ? 4 : 2); c += columns == 1 ? 2 : 1) {
       const int a = 4 + c / 2, b = 6 + c % 2;
       check(s.rows[c] == s.rows[a] && s.bytes[c] == s.bytes[b] && s.bytes[a] == 4 * s.rows[b],
             "tile product: shapes do not fit");
@@ -197,15 +216,15 @@ struct ModelTiles {
     std::memcpy(&value, &bits, sizeof value);
     return value;
   }
-  static void bf16(bool two) {
-    multiply(two, [](uint8_t* c, const uint8_t* a, const uint8_t* b) {
-      float sum;
-      std::memcpy(&sum, c, sizeof sum);
-      sum += wide(a) * wide(b);
-      sum += wide(a + 2) * wide(b + 2);
-      std::memcpy(c, &sum, sizeof sum);
-    });
+  static void add_pairs(uint8_t* c, const uint8_t* a, const uint8_t* b) {
+    float sum;
+    std::memcpy(&sum, c, sizeof sum);
+    sum += wide(a) * wide(b);
+    sum += wide(a + 2) * wide(b + 2);
+    std::memcpy(c, &sum, sizeof sum);
   }
+  static void bf16(bool two) { multiply(two, add_pairs); }
+  static void bf16_first(bool two) { multiply(two, add_pairs, 1); }
   template <class A, class B>
   static void bytes(bool two) {
     multiply(two, [](uint8_t* c, const uint8_t* a, const uint8_t* b) {
