@@ -36,10 +36,8 @@ def turned_in_torch(
     """What `turn_heads` computes."""
     if eps is not None:
         x = x * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt().to(x.dtype)
-    rest, a, b = (
-        x[..., : -2 * cos.shape[-1]],
-        *x[..., -2 * cos.shape[-1] :].float().unflatten(-1, (-1, 2)).unbind(-1),
-    )
+    rest, turned = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
+    a, b = turned.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None].float(), sin[:, None].float() * (-1 if is_back else 1)
     pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
     return torch.cat([rest, pairs.to(x.dtype)], -1)
