@@ -65,7 +65,7 @@ class KVBucket(Cache):
         states: Sequence[tuple[States, tuple[Tensor, ...]] | None],
     ) -> None:
         """states  of each layer: which it has, and where; None: it has keys and values"""
-        super().__init__(layers=[*layers])
+        Cache.__init__(self, layers=[*layers])  # a class that a model takes for its own may lie between
         self.stages: Stages | None = None
         self.past: Any = None
         self.asks_hidden = self.is_compared = False
@@ -140,6 +140,7 @@ class FixedCache:
         room      as above
         """
         self.capacity, self.device, self.room = capacity, device, room
+        self._bucket_class: type[KVBucket] = getattr(like, "bucket_class", KVBucket)
         self.kinds = [*map(kind_of, like.layers)] if kinds is None else [*kinds]
         self._states = [
             States.of(layer) if kind.is_state else None for layer, kind in zip(like.layers, self.kinds)
@@ -285,7 +286,8 @@ class FixedCache:
                     layers.append(BucketLayer(keys, values, self.cache_position, place, kind.window))
             masks: dict[int | None, Tensor] = {None: self.mask[..., :size]}
             masks.update((window, ring[..., :size]) for window, ring in self.rings.items())
-            self._buckets[size] = KVBucket(layers, self.cache_position, self.places, masks, self.held_states)
+            made = self._bucket_class
+            self._buckets[size] = made(layers, self.cache_position, self.places, masks, self.held_states)
         return self._buckets[size]
 
     @property

@@ -32,6 +32,7 @@ from ktinject.generation import (
     compressed_probe,
     kept_cache,
     masks,
+    own_caches,
     sampling,
     step_inputs,
     trust,
@@ -63,7 +64,8 @@ def graph_support(model: PreTrainedModel) -> Support:
     fixed = {o.name for o in model.modules() if isinstance(o, Operator) and not o.capturable}
     if fixed:
         return Support.no(f"{', '.join(sorted(fixed))} cannot be captured")
-    if not model._can_compile_fullgraph and not (known := compressed_probe.support(model)):
+    is_known = model._can_compile_fullgraph or (own_caches.is_for(model) and compat.support("own_caches"))
+    if not is_known and not (known := compressed_probe.support(model)):
         return known
     return attention_support(model)
 
@@ -127,8 +129,12 @@ def request_support(
         return Support.no(f"batch size {len(input_ids)}; captured are 1 to {MAX_BATCH}")
     if input_ids.device != model.device:
         return Support.no(f"the prompt is on {input_ids.device}, the model on {model.device}")
-    if not config.use_cache or held is None:
+    is_own = held is None and config.use_cache and own_caches.is_for(model)
+    if not config.use_cache or (held is None and not is_own):
         return Support.no("there is no cache (use_cache=False)")
+    if is_own:
+        own = own_caches.request_support(model, model_kwargs.get("attention_mask"), config)
+        return own and _inputs_support(model, model_kwargs)
     if kept_cache.is_callers(held) and not (own := kept_cache.callers_support(model, held)):
         return own
     if config.cache_implementation not in (None, "static"):
@@ -139,6 +145,11 @@ def request_support(
         return kind
     if not (padded := _padding_support(model, held, model_kwargs.get("attention_mask"))):
         return padded
+    return _inputs_support(model, model_kwargs)
+
+
+def _inputs_support(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> Support:
+    """Whether steps would be given and seen by what recorded ones are."""
     if unknown := step_inputs.unknown(model_kwargs):
         return Support.no(f"the model gets {', '.join(unknown)}")
     if torch.is_autocast_enabled(model.device.type):

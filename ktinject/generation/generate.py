@@ -29,6 +29,7 @@ from ktinject.generation import (
     continued,
     foreseen,
     kept_cache,
+    own_caches,
     own_loop,
     short_memory,
     speculation,
@@ -120,6 +121,7 @@ class _Swapped(Methods):
         with _request(self, compat.cache_of(model_kwargs)) as turn:
             recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
             recorded = recorded and beams.support(generation_config, synced_gpus)
+            recorded = recorded and own_caches.plain_support(self, model_kwargs)
             if decoding.explains:
                 return foreseen.of_request(decoding, recorded, Support.no(beams.NAME), input_ids)
             decoding.require(recorded)
@@ -222,6 +224,8 @@ class _Swapped(Methods):
             is_static = generation_config.cache_implementation == "static"
             if not recorded and is_static and isinstance(plain, PlainRequest):
                 plain = Support.no("a static cache without graphs, which transformers may compile")
+            if not isinstance(plain, PlainRequest):
+                recorded = recorded and own_caches.plain_support(self, model_kwargs)
             if not input_ids.shape[1]:
                 plain = Support.no("the prompt is embeddings (inputs_embeds)")
             if decoding.explains:

@@ -23,6 +23,7 @@ from ktinject.generation import (
     feed_forward_spec,
     indexer_spec,
     layer_probes,
+    layer_sums,
     recurrent_spec,
     streams_spec,
 )
@@ -33,8 +34,10 @@ from ktinject.generation.cpu import openmp
 from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, RouterSpec
 from ktinject.generation.indexer_spec import IndexerSpec
 from ktinject.generation.layer_probes import LayerNames
+from ktinject.generation.layer_sums import Sums
 from ktinject.generation.norm_spec import NormSpec, norm_at, of_norm
 from ktinject.generation.recurrent_spec import (
+    DecayingStateSpec,
     GatedDeltaSpec,
     KimiDeltaSpec,
     Mamba1Spec,
@@ -109,7 +112,9 @@ class RotationSpec:
 
 
 # Of layers whose tokens leave a state of fixed size.
-StateSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba1Spec | Mamba2Spec | ShortConvolutionSpec
+StateSpec = (
+    DecayingStateSpec | GatedDeltaSpec | KimiDeltaSpec | Mamba1Spec | Mamba2Spec | ShortConvolutionSpec
+)
 MixerSpec = AttentionSpec | StateSpec
 
 
@@ -122,6 +127,7 @@ class DecoderLayerSpec:
     is_parallel              the feed-forward part takes input_norm(x), too
     scale                    a buffer of one number that all is multiplied with in the end; or none
     residual                 r
+    sums                     where both sides of a sum are multiplied with numbers: these
     *_behind                 norms of what attention and the feed-forward part give
     """
 
@@ -134,6 +140,7 @@ class DecoderLayerSpec:
     feed_forward_behind: NormSpec | None = None
     is_parallel: bool = False
     scale: str = ""
+    sums: Sums | None = None
 
 
 PartSpec = (
@@ -218,16 +225,20 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
             return found
         norms.append(found)
     hands_on = isinstance(attention, LatentAttentionSpec) and attention.latent.hands_on
+    gives_more = isinstance(attention, (AttentionSpec, DecayingStateSpec))
     residual: float | Support
     feed_forward: FeedForwardSpec | None = None
-    scale = ""
+    scale, sums = "", None
     if names == experts_beside.NAMES:
         residual = experts_beside.residual(layer)
         feed_forward, scale = experts_beside.feed_forward(layer), experts_beside.SCALE
     else:
-        residual = layer_probes.residual_factor(layer, names, isinstance(attention, AttentionSpec), hands_on)
+        residual = layer_probes.residual_factor(layer, names, gives_more, hands_on)
     if isinstance(residual, Support):
-        return residual
+        weighted = layer_sums.of_layer(layer, names, gives_more)
+        if isinstance(weighted, Support):
+            return residual
+        residual, sums = 1.0, weighted
     if names.feed_forward:
         part = layer.get_submodule(names.feed_forward)
         feed_forward = replace(feed_forward_spec.of_feed_forward(part), path=names.feed_forward)
@@ -249,6 +260,7 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
         norms[3],
         names.is_parallel,
         scale,
+        sums,
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ktinject.errors import OperatorError
+from ktinject.generation import own_caches
 from ktinject.generation.cache import KVBucket, begin_of_chunk, first_tokens
 from ktinject.generation.cache_layers import BucketLayer, LayerKind, States, kinds_of
 from ktinject.hf import compat
@@ -164,6 +165,7 @@ class _Probe:
         self._places = position + 3  # some are empty
         self._given: list[Any] = []
         self._like = like
+        self._bucket_class = own_caches.bucket_class(model)
         self._model = self._without_layers(model)
 
     def found(self) -> Masks | Support:
@@ -242,7 +244,7 @@ class _Probe:
             attention_mask=mask,
             position_ids=torch.full((_ROWS, 1), self._position, device=self._device),
             use_cache=True,
-            **{compat.CACHE: KVBucket(layers, cache_position, {}, {}, [None] * len(layers))},
+            **{compat.CACHE: self._bucket_class(layers, cache_position, {}, {}, [None] * len(layers))},
         )
         return list(self._given)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ktinject.generation import cache as caches
-from ktinject.generation import kept_cache, loop, next_turns
+from ktinject.generation import kept_cache, loop, next_turns, own_caches
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest
@@ -141,7 +141,9 @@ def _prefilled(
         found = first_positions(model, input_ids, logits, model_kwargs)
         positions, recorded = (None, found) if isinstance(found, Support) else (found, recorded)
         if recorded:
-            runner, recorded = runner_for(decoding, cache, logits, input_ids, before, mask, new_tokens)
+            own = own_caches.as_dynamic(model, cache)
+            runner, recorded = runner_for(decoding, own, logits, input_ids, before, mask, new_tokens)
+            cache = cache if runner is None else own
     return _Read(logits, cache, model_kwargs, runner, positions), recorded
 
 

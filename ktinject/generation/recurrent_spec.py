@@ -84,6 +84,19 @@ class Mamba2Spec:
 
 
 @dataclass(frozen=True)
+class DecayingStateSpec:
+    """Linear attention whose heads forget at fixed rates, with the formula of native/attention/decaying_state.hpp.
+
+    head_size  of queries, keys and values
+    """
+
+    path: str
+    layer_idx: int
+    heads: int
+    head_size: int
+
+
+@dataclass(frozen=True)
 class ShortConvolutionSpec:
     """C · convolution(B · x) between two linear layers, as LFM2 has it: in_proj gives B, C and x."""
 
@@ -179,9 +192,28 @@ def of_mamba2(module: Any) -> Mamba2Spec | Support:
     return Mamba2Spec("", index, heads, groups, head_size, state_size, epsilon)
 
 
+_DECAYING = {"qkv_proj", "out_proj", "output_gate", "norm"}
+
+
+def of_decaying_state(module: Any) -> DecayingStateSpec | Support:
+    """The spec of lightning attention, with an empty path."""
+    children, parameters = held(module)
+    buffers = {name for name, _ in module.named_buffers(recurse=False)}
+    known = {"slope_rate", "query_decay", "key_decay", "diagonal_decay"}
+    if children - {"act_fn"} != _DECAYING or parameters or not {"slope_rate"} <= buffers <= known:
+        return not_known(module, "attention whose heads decay at fixed rates")
+    names = ("layer_idx", "num_attention_heads", "head_dim")
+    sizes: list[Any] = [getattr(module, name, None) for name in names]
+    if not all(isinstance(size, int) for size in sizes) or module.slope_rate.shape != (sizes[1], 1, 1):
+        return Support.no(f"{type(module).__name__} has no {', '.join(names)}, or not one rate of each head")
+    return DecayingStateSpec("", *sizes)
+
+
 def finder(module: nn.Module) -> Callable[[Any], Any] | None:
     """What finds the spec of a layer that a module looks like; None: it does not look like one with states."""
     children, _ = held(module)
+    if {"qkv_proj", "output_gate"} <= children:
+        return of_decaying_state
     if "forget_gate" in children:
         return of_kimi_delta
     if "in_proj_qkvz" in children or "in_proj_qkv" in children:

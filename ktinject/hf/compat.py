@@ -10,6 +10,7 @@ What a version lacks costs the features that need it, and no others:
     candidates  for models with states, they are refused, as transformers does
     compressed  decode steps of layers with compressed keys are transformers' own
     blocks      decode steps of layers that choose blocks of tokens by an index are transformers' own
+    own_caches  decode steps of models that make caches of their own kind are transformers' own
     continued   a next turn's attention, and that of a prompt's next chunk, is transformers' own
     loading     checkpoints are refused, see `require`
     swapping    rules are refused, too
@@ -119,6 +120,9 @@ COMPRESSED_MODELS = frozenset({f"{_V4}:DeepseekV4ForCausalLM"})
 _M3 = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl:MiniMaxM3VLSparse"
 _BLOCKS, _STATIC_BLOCKS = f"{_M3}CacheLayer", f"{_M3}StaticCacheLayer"
 BLOCK_CACHES = frozenset({_BLOCKS, _STATIC_BLOCKS})
+# Models that make caches of a class of their own.
+_M1 = "transformers.models.minimax.modeling_minimax"
+OWN_CACHES, OWN_CACHE = frozenset({f"{_M1}:MiniMaxForCausalLM"}), f"{_M1}:MiniMaxCache"
 _COMPRESS = f"(self, hidden_states, q_residual, position_ids, {CACHE}, layer_idx)"
 _ASSISTED = (
     "streamer=None, inputs_tensor=None, assistant_model=None, assistant_tokenizer=None, tokenizer=None, "
@@ -297,6 +301,10 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         *_each(_BLOCKS, "update_index", "(self, idx_k)", "a step's keys of an index, to a layer of ours"),
         *_each(f"{_BLOCKS}.__init__", "idx_keys", SET, "copied"),
         *_each(f"{_STATIC_BLOCKS}.__init__", "idx_keys", SET, "copied"),
+    ),
+    "own_caches": (
+        Private(OWN_CACHE, "get_linear_cache", "(self, layer_idx)", "a layer's state"),
+        Private(OWN_CACHE, "set_linear_cache", "(self, layer_idx, linear_cache)", "a layer's state"),
     ),
     "loading": (
         # From names of a checkpoint to parameters, see key_map.py.

@@ -2,12 +2,14 @@
 #include "decode/decoder.hpp"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <cstring>
 #include <optional>
 
 #include "attention/block_index.hpp"
+#include "attention/decaying_state.hpp"
 #include "attention/gated_delta.hpp"
 #include "attention/indexer.hpp"
 #include "attention/mamba1.hpp"
@@ -378,6 +380,22 @@ void def_indexer(nb::module_& m) {
           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
 }
 
+void def_decaying_state(nb::module_& m) {
+  nb::class_<attention::DecayingState, attention::DecoderAttention>(m, "DecayingState",
+                                                                    "States of heads that decay at fixed rates.")
+      .def(
+          "__init__",
+          [](attention::DecayingState* self, const gemm::Linear& qkv, const gemm::Linear& gate, const gemm::Linear& o,
+             const HeldNorm& norm, const FloatVector& slopes, int heads, int size) {
+            if (slopes.shape(0) != static_cast<size_t>(heads))
+              throw std::invalid_argument("decaying states: one slope a head is needed");
+            new (self) attention::DecayingState({&qkv, &gate, &o, norm.norm, slopes.data(), heads, size});
+          },
+          nb::kw_only(), nb::arg("qkv"), nb::arg("gate"), nb::arg("o"), nb::arg("norm"), nb::arg("slopes"),
+          nb::arg("heads"), nb::arg("size"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
+}
+
 void def_block_index(nb::module_& m) {
   nb::class_<attention::BlockIndex>(m, "BlockIndex", "What chooses blocks of the places that heads attend to.")
       .def(
@@ -482,6 +500,7 @@ void def_attention(nb::module_& m) {
           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(),
           nb::keep_alive<1, 19>(), nb::keep_alive<1, 21>(), nb::keep_alive<1, 22>());
   def_gated_delta(m);
+  def_decaying_state(m);
   def_short_convolution(m);
   def_mamba1(m);
   def_mamba2(m);
@@ -635,26 +654,43 @@ void def_decoder(nb::module_& m) {
       .def(
           "add",
           [](decode::Decoder& self, const HeldNorm* before_attention, attention::DecoderAttention* attention,
-             const HeldNorm* before_feed_forward, decode::FeedForward* unit, float residual,
-             const HeldNorm* behind_attention, const HeldNorm* behind_feed_forward, int first_angle, int angles,
-             bool parallel, std::optional<FloatVector> scale) {
+             const HeldNorm* before_feed_forward, decode::FeedForward* unit, std::pair<float, float> attention_sum,
+             std::pair<float, float> feed_forward_sum, bool keeps_normed, const HeldNorm* behind_attention,
+             const HeldNorm* behind_feed_forward, int first_angle, int angles, bool parallel,
+             std::optional<FloatVector> scale) {
             if (scale && scale->shape(0) != 1) throw std::invalid_argument("a layer's scale must be one number");
             for (const HeldNorm* held : {before_attention, before_feed_forward, behind_attention, behind_feed_forward})
               if (held != nullptr && dtype_of(held->weight.dtype(), "norm") != self.dtype())
                 throw std::invalid_argument("a layer's norm must be of the model's dtype");
-            self.add({norm_of(before_attention), norm_of(behind_attention), attention, norm_of(before_feed_forward),
-                      norm_of(behind_feed_forward), unit, residual, first_angle, angles, parallel,
-                      scale ? scale->data() : nullptr});
+            decode::LayerConfig layer;
+            layer.before_attention = norm_of(before_attention);
+            layer.behind_attention = norm_of(behind_attention);
+            layer.attention = attention;
+            layer.before_feed_forward = norm_of(before_feed_forward);
+            layer.behind_feed_forward = norm_of(behind_feed_forward);
+            layer.feed_forward = unit;
+            layer.attention_sum = {attention_sum.first, attention_sum.second};
+            layer.feed_forward_sum = {feed_forward_sum.first, feed_forward_sum.second};
+            layer.keeps_normed = keeps_normed;
+            layer.first_angle = first_angle;
+            layer.angles = angles;
+            layer.is_parallel = parallel;
+            layer.scale = scale ? scale->data() : nullptr;
+            self.add(layer);
           },
           nb::arg("before_attention").none(), nb::arg("attention").none(), nb::arg("before_feed_forward").none(),
-          nb::arg("feed_forward").none(), nb::arg("residual") = 1.0f, nb::arg("behind_attention") = nb::none(),
-          nb::arg("behind_feed_forward") = nb::none(), nb::arg("first_angle") = 0, nb::arg("angles") = -1,
-          nb::arg("parallel") = false, nb::arg("scale") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
-          nb::keep_alive<1, 12>(), nb::call_guard<WithoutGil>(),
+          nb::arg("feed_forward").none(), nb::arg("attention_sum") = std::pair(1.0f, 1.0f),
+          nb::arg("feed_forward_sum") = std::pair(1.0f, 1.0f), nb::arg("keeps_normed") = false,
+          nb::arg("behind_attention") = nb::none(), nb::arg("behind_feed_forward") = nb::none(),
+          nb::arg("first_angle") = 0, nb::arg("angles") = -1, nb::arg("parallel") = false,
+          nb::arg("scale") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 14>(),
+          nb::call_guard<WithoutGil>(),
           "Add a layer of attention, a feed-forward part or both, with the norms of what they take and give that there "
-          "are. residual: what is added to its input is multiplied with it. Its attention turns by so many angles from "
-          "the first one on; -1: by all. parallel: the feed-forward part takes what attention takes. scale: all is "
+          "are. attention_sum, feed_forward_sum: what its input, and what is added to that, are multiplied with. "
+          "keeps_normed: its input becomes what the norms before the parts give. Its attention turns by so many angles "
+          "from the first one on; -1: by all. parallel: the feed-forward part takes what attention takes. scale: all "
+          "is "
           "multiplied with it in the end.")
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
            nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),

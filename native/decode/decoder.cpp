@@ -32,6 +32,10 @@ void Decoder::add(const LayerConfig& layer) {
   if (layer.is_parallel && (layer.attention == nullptr || layer.feed_forward == nullptr ||
                             layer.before_attention.weight == nullptr || layer.before_feed_forward.weight != nullptr))
     throw std::invalid_argument("a parallel layer has both parts, and one norm before them");
+  for (const auto& [norm, is_there] : {std::pair{layer.before_attention, layer.attention != nullptr},
+                                       {layer.before_feed_forward, layer.feed_forward != nullptr}})
+    if (layer.keeps_normed && ((is_there && norm.weight == nullptr) || layer.is_parallel))
+      throw std::invalid_argument("a layer that keeps what is normed needs norms before its parts");
   if (layer.first_angle < 0 || layer.angles < -1 || layer.angles % 2 == 1)
     throw std::invalid_argument("a layer's angles must be an even number from a column on, or all");
   const std::lock_guard turn(turn_);
@@ -74,12 +78,16 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
     norm_all(norm, stream, normed);
     return normed;
   };
-  auto add = [&](const attention::Norm& behind, float factor) {
+  auto times = [&](float factor, float* values) {
+    if (factor == 1.0f) return;
+    for (int n = 0; n < count; ++n) values[n] *= factor;
+    ops.round(values, count, step.dtype);
+  };
+  auto add = [&](const attention::Norm& behind, const Sum& sum, bool keeps_normed) {
+    if (keeps_normed) std::copy(normed, normed + count, stream);
     if (behind.weight != nullptr) norm_all(behind, out, out);
-    if (factor != 1.0f) {
-      for (int n = 0; n < count; ++n) out[n] *= factor;
-      ops.round(out, count, step.dtype);
-    }
+    times(sum.kept, stream);
+    times(sum.added, out);
     ops.add(stream, out, count, step.dtype);
   };
   for (int i = first; i < last; ++i) {
@@ -93,12 +101,12 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
         own.rotary = layer.angles;
       }
       layer.attention->forward(before(layer.before_attention), own, caches[static_cast<size_t>(i)], out);
-      add(layer.behind_attention, layer.residual);
+      add(layer.behind_attention, layer.attention_sum, layer.keeps_normed);
     }
     if (layer.feed_forward != nullptr) {
       const float* given = layer.is_parallel ? normed : before(layer.before_feed_forward);
       layer.feed_forward->forward(given, step.dtype, step.batch, step.live, out);
-      add(layer.behind_feed_forward, layer.residual);
+      add(layer.behind_feed_forward, layer.feed_forward_sum, layer.keeps_normed);
     }
     if (layer.scale != nullptr) {
       for (int n = 0; n < count; ++n) stream[n] *= *layer.scale;

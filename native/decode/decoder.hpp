@@ -3,11 +3,12 @@
 // At one token a layer's matrix products take tens of microseconds, and twenty small tensor operations around them
 // take longer. Here they are loops over a few thousand values, done by the caller or, where it pays, by the pool.
 //
-//   x += residual * norm(attention(norm(x)))        attention: GroupedAttention or LatentAttention
-//   x += residual * norm(feed_forward(norm(x)))     feed_forward: GatedUnit, PlainUnit, or Mixture with one beside it
+//   x += norm(attention(norm(x)))        attention: GroupedAttention or LatentAttention, or one with states
+//   x += norm(feed_forward(norm(x)))     feed_forward: GatedUnit, PlainUnit, or Mixture with one beside it
 //   x *= scale
 //
-// Each line may be missing, and each of the norms. Of a parallel layer, the second takes what the first takes.
+// Each line may be missing, and each of the norms. Both sides of a sum may be multiplied with numbers. Of a parallel
+// layer, the second line takes what the first takes.
 //
 // Weights belong to others: packed ones to Linear and Experts, the rest to the model. A decoder only points to them.
 #pragma once
@@ -158,13 +159,19 @@ class Mixture final : public FeedForward {
   Between norms_;
 };
 
+// How a part is added to the stream x: kept * x + added * part.
+struct Sum {
+  float kept = 1, added = 1;
+};
+
 // One part of a layer or both; each with the norms of its input and output that there are.
 struct LayerConfig {
   attention::Norm before_attention, behind_attention;
   const attention::DecoderAttention* attention = nullptr;
   attention::Norm before_feed_forward, behind_feed_forward;
   const FeedForward* feed_forward = nullptr;
-  float residual = 1;
+  Sum attention_sum, feed_forward_sum;
+  bool keeps_normed = false;  // the stream itself becomes what the norms before the parts give (MiniMax-01)
   // The columns of the step's rotation that its attention turns by; -1: all.
   int first_angle = 0, angles = -1;
   bool is_parallel = false;      // the feed-forward part takes what attention takes, and has no norm of its own

@@ -135,6 +135,12 @@ def delta() -> dict[str, Any]:
             "key_heads": 2, "value_heads": 2, "key_size": 16, "value_size": 16}  # fmt: skip
 
 
+def decaying() -> dict[str, Any]:
+    """Two heads of 16 values."""
+    return {"qkv": linear(96, 64), "gate": linear(32, 64), "o": linear(64, 32), "slopes": torch.ones(2),
+            "norm": _native.Norm(torch.ones(32), 1e-6), "heads": 2, "size": 16}  # fmt: skip
+
+
 def convolution() -> dict[str, Any]:
     """Of 32 channels, over 3 tokens."""
     return {"in_proj": linear(3 * 32, 64), "out_proj": linear(64, 32), "taps": torch.zeros(32, 3)}
@@ -345,6 +351,7 @@ CASES: dict[str, Case] = {
     "Projection.__init__": lambda: (_native.Projection, {"weight": torch.zeros(4, 8)}),
     "Indexer.__init__": lambda: (_native.Indexer, indexer()),
     "GroupedAttention.__init__": lambda: (_native.GroupedAttention, with_sinks()),
+    "DecayingState.__init__": lambda: (_native.DecayingState, decaying()),
     "GatedDelta.__init__": lambda: (_native.GatedDelta, delta()),
     "ShortConvolution.__init__": lambda: (_native.ShortConvolution, convolution()),
     "Mamba1.__init__": lambda: (_native.Mamba1, mamba1()),

@@ -36,6 +36,7 @@ from ktinject.generation.layer_spec import (
     NormSpec,
     StateSpec,
 )
+from ktinject.generation.layer_sums import Sums
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_linear import CpuLinear
 
@@ -135,6 +136,7 @@ def _layer(
     unit = spec.feed_forward
     turns_nothing = isinstance(spec.attention, GroupedAttentionSpec) and spec.attention.turning.is_none
     first_angle, count = (0, 0) if turns_nothing else angles
+    sums = spec.sums or Sums.of_residual(spec.residual)
     if isinstance(spec.attention, GroupedAttentionSpec) and not turns_nothing:
         if spec.attention.turning.interleaved != is_interleaved:
             raise UnknownLayer("it takes cos and sin in another order than the model gives them")
@@ -147,7 +149,9 @@ def _layer(
         if unit is None
         else feed_forward(unit, layer.get_submodule(unit.path), dtype, copies),
         "behind_feed_forward": norm_of(spec.feed_forward_behind),
-        "residual": spec.residual,
+        "attention_sum": sums.attention,
+        "feed_forward_sum": sums.feed_forward,
+        "keeps_normed": sums.keeps_normed,
         "parallel": spec.is_parallel,
         "scale": wide(layer.get_buffer(spec.scale), copies) if spec.scale else None,
         "first_angle": first_angle,

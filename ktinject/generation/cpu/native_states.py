@@ -11,13 +11,21 @@ from ktinject import _native
 from ktinject.generation import layer_spec
 from ktinject.generation.cpu.native_parts import UnknownLayer, known, linear, norm, projection, wide
 from ktinject.generation.layer_spec import StateSpec
-from ktinject.generation.recurrent_spec import GatedDeltaSpec, KimiDeltaSpec, Mamba1Spec, Mamba2Spec
+from ktinject.generation.recurrent_spec import (
+    DecayingStateSpec,
+    GatedDeltaSpec,
+    KimiDeltaSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+)
 
 
 def state_twin(spec: StateSpec, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> Any:
     """The twin of a layer's part with states. copies: as `NativeLayers` has them."""
     if isinstance(spec, GatedDeltaSpec):
         return _delta(spec, module, dtype, copies)
+    if isinstance(spec, DecayingStateSpec):
+        return _decaying(spec, module, dtype, copies)
     if isinstance(spec, KimiDeltaSpec):
         return _kimi_delta(spec, module, dtype, copies)
     if isinstance(spec, Mamba1Spec):
@@ -84,6 +92,23 @@ def _kimi_delta(
         key_size=spec.head_size,
         value_size=spec.head_size,
         by_channels=True,
+    )
+
+
+def _decaying(
+    spec: DecayingStateSpec, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
+) -> Any:
+    """Linear attention whose heads decay at fixed rates."""
+    if module.slope_rate.dtype != dtype:
+        raise UnknownLayer(f"the rates of its {type(module).__name__} are {module.slope_rate.dtype}")
+    return _native.DecayingState(
+        qkv=linear(module, "qkv_proj"),
+        gate=linear(module, "output_gate"),
+        o=linear(module, "out_proj"),
+        norm=norm(known(layer_spec.of_norm(module.norm)), module.norm, dtype),
+        slopes=wide(module.slope_rate.flatten(), copies),
+        heads=spec.heads,
+        size=spec.head_size,
     )
 
 

@@ -30,7 +30,13 @@ from ktinject.generation.layer_spec import (
     PartSpec,
     RotationSpec,
 )
-from ktinject.generation.recurrent_spec import KimiDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvolutionSpec
+from ktinject.generation.recurrent_spec import (
+    DecayingStateSpec,
+    KimiDeltaSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    ShortConvolutionSpec,
+)
 from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec
 from ktinject.hf import compat
 
@@ -148,9 +154,13 @@ class LayerStep:
         attention, unit = spec.attention, spec.feed_forward
         if attention is None or unit is None or spec.input_norm is None or spec.post_attention_norm is None:
             return None
-        if isinstance(attention, (KimiDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvolutionSpec)):
+        if isinstance(
+            attention, (DecayingStateSpec, KimiDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvolutionSpec)
+        ):
             return None  # it has a step of its own, or none
-        if spec.residual != 1.0 or not unit.path or spec.attention_behind or spec.feed_forward_behind:
+        if spec.residual != 1.0 or spec.sums is not None or not unit.path:
+            return None
+        if spec.attention_behind or spec.feed_forward_behind:
             return None
         before, behind = norm_of(spec.input_norm, module), norm_of(spec.post_attention_norm, module)
         mixer = _mixer_of(attention, module.get_submodule(attention.path), block_counts)

@@ -77,11 +77,11 @@ ON_GPU = [
     ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}),
     ("jamba", {}),
     ("laguna", TWO_KINDS),
+    ("minimax", {}),
     ("qwen2_moe", {**TWO_KINDS, "use_sliding_window": True}),
 ]
 # Of which no step can be captured, and why.
 REASONS = {
-    "minimax": "transformers does not say that MiniMaxForCausalLM is free of host decisions",
     "zaya": "transformers does not say that ZayaForCausalLM is free of host decisions",
 }
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -172,7 +172,7 @@ GATINGS = [
 
 
 class TestGating:
-    @pytest.mark.parametrize("function, gating", GATINGS, ids=lambda value: str(value)[-40:])
+    @pytest.mark.parametrize("function, gating", GATINGS, ids=["plain", "limits", "MiniMax-M3"])
     def test_of_units(self, function: Any, gating: Gating) -> None:
         assert feed_forward_spec.of_dense(Unit(function)) == DenseSpec(
             "", ("gate_up_proj", "down_proj"), gating

@@ -213,7 +213,14 @@ class TestNative:
         before, behind = (torch.rand(40).add(0.5).to(dtype) for _ in range(2))
         decoder = _native.Decoder(40, str(dtype).removeprefix("torch."))
         norms = [_native.Norm(weight, 1e-6) for weight in (before, behind)]
-        decoder.add(None, None, norms[0], _native.PlainUnit(up, down), 0.5, behind_feed_forward=norms[1])
+        decoder.add(
+            None,
+            None,
+            norms[0],
+            _native.PlainUnit(up, down),
+            feed_forward_sum=(1.0, 0.5),
+            behind_feed_forward=norms[1],
+        )
         x, out = torch.randn(3, 40).to(dtype), torch.empty(3, 40, dtype=dtype)
         held = torch.empty(3, 1, 1)
         decoder.forward(
