@@ -181,33 +181,37 @@ def tuned_queries(module: Any, heads: Sequence[str], norms: Sequence[str], gate:
     sinks = getattr(module, "sinks", None)
     if sinks is not None:  # which are to have no part in it
         children["sinks"] = torch.full(sinks.shape, -1e9, dtype=torch.float64)
-    for position in _POSITIONS:
-        while True:
-            try:
-                run_twin(
-                    module,
-                    children,
-                    random(1, 1, 8).double(),
-                    position_embeddings=rotations[0],
-                    attention_mask=None,
-                    position_ids=torch.tensor([[position]]),
-                    **{compat.CACHE: _TwoKeys(position, keys, values)},
-                    **_beside(module),
-                )
-                break
-            except Exception as error:  # transformers' own code, given what it may not be made for
-                rotations.pop(0)
-                if not rotations or seen:
-                    return refusal_of(error)
-    first, *others = (one.flatten()[0] for one in seen)
-    if all(torch.equal(first, one) for one in others):
-        return None
+
+    def at(position: int) -> Tensor:
+        """The output for a query there, which says how it compares with the key."""
+        run_twin(
+            module,
+            children,
+            random(1, 1, 8).double(),
+            position_embeddings=rotations[0],
+            attention_mask=None,
+            position_ids=torch.tensor([[position]]),
+            **{compat.CACHE: _TwoKeys(position, keys, values)},
+            **_beside(module),
+        )
+        return seen[-1].flatten()[0]
+
+    while True:
+        try:
+            # Whatever grows with the position shows between these.
+            if torch.equal(at(_POSITIONS[0]), at(_POSITIONS[-1])):
+                return None
+            found = torch.stack([at(position) for position in _POSITIONS])
+            break
+        except Exception as error:  # transformers' own code, given what it may not be made for
+            rotations.pop(0)
+            if not rotations or seen:
+                return refusal_of(error)
     every, factor = (getattr(module, name, None) for name in ("floor_scale", "attn_scale"))
     if isinstance(every, (int, float)) and isinstance(factor, (int, float)) and every > 1 and not gate:
-        at = torch.tensor(_POSITIONS, dtype=torch.float32) + 1
-        times = 1 + factor * torch.log1p(torch.floor(at / every)).double()
-        want = torch.sigmoid(times * module.scaling)
-        if torch.allclose(torch.stack([first, *others]), want, rtol=1e-5, atol=1e-6):
+        places = torch.tensor(_POSITIONS, dtype=torch.float32) + 1
+        times = 1 + factor * torch.log1p(torch.floor(places / every)).double()
+        if torch.allclose(found, torch.sigmoid(times * module.scaling), rtol=1e-5, atol=1e-6):
             return float(every), float(factor)
     return Support.no(f"the queries of its {type(module).__name__} depend on their position in another way")
 

@@ -105,19 +105,19 @@ def probe_without_weight(module: nn.Module, size: int) -> float | Support:
     """The ε of an RMS norm of `size` values that has no weight, and whose forward takes x alone."""
     if module.state_dict() or any(True for _ in module.buffers()) or any(True for _ in module.children()):
         return Support.no(f"a {type(module).__name__} holds something")
-    random = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(3, size, generator=random, dtype=torch.float32)
-    x, tiny = torch.cat([x, 1e-3 * x, 30 * x]), torch.full((1, size), 2.0**-60, dtype=torch.float32)
-    ones = torch.ones(size)
     try:
         with twin.on_cpu():
-            alone = twin.of(module)
+            alone, random = twin.of(module), torch.Generator("cpu").manual_seed(0)
+            x, ones = (
+                torch.randn(3, size, generator=random, dtype=torch.float32),
+                torch.ones(size, dtype=torch.float32),
+            )
+            x, tiny = torch.cat([x, 1e-3 * x, 30 * x]), torch.full((1, size), 2.0**-60, dtype=torch.float32)
             scale = (alone(tiny) / tiny).median().item()
             epsilon = float(f"{scale**-2:.6g}") if math.isfinite(scale) and scale > 0 else math.nan
             difference = (alone(x) - formula(x, ones, epsilon)).abs().max().item()
-            rounded = (
-                (alone(x.bfloat16()) != formula(x.bfloat16(), ones.bfloat16(), epsilon)).float().mean().item()
-            )
+            narrow = x.bfloat16()
+            rounded = (alone(narrow) != formula(narrow, ones.bfloat16(), epsilon)).float().mean().item()
     except Exception as error:
         return refusal_of(error)
     if _TOLERANCE.allows(difference) and _ROUNDED.allows(rounded):
