@@ -117,6 +117,8 @@ def mixture() -> dict[str, Any]:
         "experts": experts(),
         "shared": _native.GatedUnit(linear(32, 64), linear(32, 64), linear(64, 32)),
         "gate": torch.zeros(1, 64),
+        "bias": torch.zeros(2),
+        "expert_factors": torch.ones(2),
     }
 
 
@@ -340,7 +342,16 @@ CASES: dict[str, Case] = {
             "out": torch.zeros(2, 5, 2, 8),
         },
     ),
-    "Norm.__init__": lambda: (_native.Norm, {"weight": torch.ones(8), "epsilon": 1e-6}),
+    "Norm.__init__": lambda: (
+        _native.Norm,
+        {
+            "weight": torch.ones(8),
+            "epsilon": 1e-6,
+            "rounds_first": False,
+            "centred": True,
+            "bias": torch.zeros(8),
+        },
+    ),
     "DecoderCache.__init__": lambda: (
         _native.DecoderCache,
         {
@@ -358,6 +369,16 @@ CASES: dict[str, Case] = {
     "Mamba2.__init__": lambda: (_native.Mamba2, mamba()),
     "LatentAttention.__init__": lambda: (_native.LatentAttention, latent()),
     "Mixture.__init__": lambda: (_native.Mixture, mixture()),
+    "Decoder.add": lambda: (
+        _native.Decoder(64, "float32").add,
+        {
+            "before_attention": None,
+            "attention": None,
+            "before_feed_forward": None,
+            "feed_forward": _native.GatedUnit(linear(32, 64), linear(32, 64), linear(64, 32)),
+            "scale": torch.ones(1),
+        },
+    ),
     "Decoder.forward": decoder,
 }
 
