@@ -49,9 +49,27 @@ TESTED = ("5.17.0", "5.24.0")
 
 # The argument of models, layers and `generate` that is their cache of keys, values and states, and the field of outputs
 # that holds it. Before 5.24, layers that have states alone took theirs as "cache_params".
-_SINCE_5_24 = tuple(map(int, metadata.version("transformers").split(".")[:2])) >= (5, 24)
+_VERSION = tuple(map(int, metadata.version("transformers").split(".")[:2]))
+_SINCE_5_24 = _VERSION >= (5, 24)
 CACHE = "cache" if _SINCE_5_24 else "past_key_values"
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+# Type of a model → the first version whose forward works where its norms are in fp32, in which transformers loads them,
+# and all else in a narrower dtype. Before it, norms gave fp32, which the linear layers behind them refuse.
+_NARROW_SINCE = {"deepseek_v4": (5, 20)}
+
+
+def narrow_fault(model_type: str) -> str:
+    """Why a model of this type cannot be in bf16 or fp16 with this version of transformers; "" if it can."""
+    since = _NARROW_SINCE.get(model_type, _VERSION)
+    if since <= _VERSION:
+        return ""
+    version, needed = metadata.version("transformers"), ".".join(map(str, since))
+    return (
+        f"its norms give fp32 in transformers {version}, which its linear layers refuse. "
+        f"Install transformers {needed} or later."
+    )
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:

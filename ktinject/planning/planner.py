@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -251,6 +252,8 @@ def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
             f"{ruleset.source}: these rules are for {', '.join(ruleset.model_types)}; "
             f'the model is a {types[0]}. Take other rules, or rules="auto".'
         )
+    if model.dtype != torch.float32 and (fault := compat.narrow_fault(types[1])):
+        raise PlanError(f"a model of type {types[1]} in {str(model.dtype).removeprefix('torch.')}: {fault}")
     on_meta = {tensor.is_meta for tensor in model.parameters()}
     if len(on_meta) > 1:
         raise PlanError(

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import ktinject
 from ktinject.errors import OperatorError, PlanError, RuleError
+from ktinject.hf import compat
 from ktinject.operators import REGISTRY, Config, Placement, register_operator
 from ktinject.tools import random_models
 
@@ -122,6 +123,21 @@ def test_a_model_half_on_meta_is_refused() -> None:
     model = models.tiny("qwen3_moe")
     model.lm_head.to("meta")
     assert "partly on the meta device" in refusal(PlanError, model)
+
+
+@pytest.mark.skipif("deepseek_v4" not in models.AVAILABLE, reason="transformers has no DeepSeek-V4")
+def test_a_model_whose_forward_fails_with_this_transformers_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.device("meta"):
+        exact = models.tiny("deepseek_v4")
+        narrow = type(exact)._from_config(models.config("deepseek_v4"), dtype=torch.bfloat16)
+    monkeypatch.setattr(compat, "_VERSION", (5, 19))
+    assert "a model of type deepseek_v4 in bfloat16: its norms give fp32" in refusal(PlanError, narrow)
+    assert "Install transformers 5.20 or later." in refusal(PlanError, narrow)
+    assert planned(exact).replacements
+    monkeypatch.setattr(compat, "_VERSION", (5, 20))
+    assert planned(narrow).replacements
 
 
 def test_an_unknown_operator_is_refused(model: PreTrainedModel) -> None:
