@@ -44,7 +44,7 @@ from ktinject.generation.recurrent_spec import (
     Mamba2Spec,
     ShortConvolutionSpec,
 )
-from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec
+from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec, TokenRoutedSpec
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.probes.attention import LatentSpec
 from ktinject.support import Support
@@ -152,6 +152,7 @@ PartSpec = (
     | RotationSpec
     | HyperConnectionSpec
     | StreamsLayerSpec
+    | TokenRoutedSpec
     | SharedKeyAttentionSpec
     | CompressorSpec
 )
@@ -393,6 +394,8 @@ def parts(model: nn.Module) -> Iterator[tuple[str, PartSpec]]:
         finder = recurrent_spec.finder(module)
         if streams_spec.is_layer(module):
             found = streams_spec.of_layer(module)
+        elif streams_spec.is_block(module):
+            found = streams_spec.of_block(module)
         elif streams_spec.is_connection(module):
             found = streams_spec.of_connection(module)
         elif compressed_spec.is_attention(module):

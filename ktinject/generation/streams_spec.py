@@ -17,6 +17,7 @@ from torch import nn
 from ktinject.support import Support
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "attn_hc", "ffn_hc"}
+_BLOCK = {"gate", "experts", "shared_experts"}
 _CONNECTION = {"fn", "base", "scale"}
 
 
@@ -43,6 +44,28 @@ class StreamsLayerSpec:
 
     path: str
     layer_idx: int
+
+
+@dataclass(frozen=True)
+class TokenRoutedSpec:
+    """An MoE block whose router may be given the token's number beside x: children are `_BLOCK`.
+
+    by_token  it is
+    """
+
+    path: str
+    by_token: bool
+
+
+def is_block(module: nn.Module) -> bool:
+    return {name for name, _ in module.named_children()} == _BLOCK and isinstance(
+        getattr(module, "is_hash", None), bool
+    )
+
+
+def of_block(module: Any) -> TokenRoutedSpec:
+    """The spec of a block, with an empty path."""
+    return TokenRoutedSpec("", module.is_hash)
 
 
 def is_connection(module: nn.Module) -> bool:

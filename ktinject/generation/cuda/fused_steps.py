@@ -18,7 +18,7 @@ from ktinject.generation.cuda.delta_steps import GatedDelta, delta_step
 from ktinject.generation.cuda.feed_forward_steps import Routed, moe_step, router_step
 from ktinject.generation.cuda.projections import Step, norm_of, project
 from ktinject.generation.cuda.recurrent_steps import mamba2_step, short_convolution_step
-from ktinject.generation.cuda.streams_steps import connection_step, streams_layer_step
+from ktinject.generation.cuda.streams_steps import connection_step, streams_layer_step, token_routed_step
 from ktinject.generation.feed_forward_spec import MoeSpec, RouterSpec
 from ktinject.generation.layer_spec import (
     AttentionSpec,
@@ -37,7 +37,7 @@ from ktinject.generation.recurrent_spec import (
     Mamba2Spec,
     ShortConvolutionSpec,
 )
-from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec
+from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec, TokenRoutedSpec
 from ktinject.hf import compat
 
 
@@ -68,6 +68,8 @@ def step_of(spec: PartSpec, module: Any, block_counts: Tensor) -> Step | None:
     if isinstance(spec, CompressorSpec):
         make = compressed_steps.indexer_step if spec.name == "indexer" else compressed_steps.compressor_step
         return make(spec, module)
+    if isinstance(spec, TokenRoutedSpec):
+        return token_routed_step(spec, module)
     if isinstance(spec, StreamsLayerSpec):
         return streams_layer_step(module)
     if isinstance(spec, DecoderLayerSpec):

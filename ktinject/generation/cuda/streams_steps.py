@@ -9,7 +9,8 @@ from torch import Tensor
 from ktinject.generation.cuda import streams_ops
 from ktinject.generation.cuda.projections import Step
 from ktinject.generation.cuda.streams_ops import ConnectionWeights
-from ktinject.generation.streams_spec import HyperConnectionSpec
+from ktinject.generation.streams_spec import HyperConnectionSpec, TokenRoutedSpec
+from ktinject.operators.hybrid_experts import HybridExperts
 
 
 def connection_step(spec: HyperConnectionSpec, module: Any, block_counts: Tensor) -> Step | None:
@@ -40,6 +41,22 @@ def streams_layer_step(module: Any) -> Step:
         post, comb, collapsed = module.ffn_hc(hidden_states)
         y = module.mlp(module.post_attention_layernorm(collapsed), input_ids=input_ids)
         return _mixed(hidden_states, y, post, comb)
+
+    return step
+
+
+def token_routed_step(spec: TokenRoutedSpec, module: Any) -> Step | None:
+    """Of an MoE block: its shared experts compute while the CPU computes the routed ones."""
+    experts = module.experts
+    if not isinstance(experts, HybridExperts):
+        return None
+
+    def step(hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        given = (hidden_states, input_ids) if spec.by_token else (hidden_states,)
+        _, weights, ids = module.gate(*given)
+        x = hidden_states.view(-1, hidden_states.shape[-1])
+        found = experts.complete(experts.start(x, ids, weights), residual=module.shared_experts(x))
+        return found.view_as(hidden_states)
 
     return step
 

@@ -125,7 +125,7 @@ def test_steps_are_the_modules(monkeypatch: pytest.MonkeyPatch, topk: int) -> No
         fused = Fused(model)
         fused._steps = {path: step for path, step in fused._steps.items() if not path.endswith("norm")}
         count = len(fused)
-        assert count == 9 + 3 + 3, [*fused._steps]
+        assert count == 12 + 3 + 3, [*fused._steps]
         runner._forward = partial(run_model, weakref.ref(model), fused, decoding._masks)
         found = model.generate(**arguments)
         assert decoding.runners[2] is runner and not fused.refused and len(fused) == count

@@ -19,7 +19,7 @@ from ktinject.generation.cuda import streams_ops
 from ktinject.generation.cuda.fused import Fused
 from ktinject.generation.cuda.streams_ops import STREAMS, ConnectionWeights
 from ktinject.generation.decoding import run_model
-from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec
+from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec, TokenRoutedSpec
 from ktinject.hf import compat
 from ktinject.support import SUPPORTED
 
@@ -59,10 +59,12 @@ def assert_close(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str) -
 @V4
 class TestSpecs:
     def test_of_a_model(self) -> None:
-        found = dict(layer_spec.parts(tiny("deepseek_v4", hc_sinkhorn_iters=7)))
+        routers = ["hash_moe", "moe"]
+        found = dict(layer_spec.parts(tiny("deepseek_v4", hc_sinkhorn_iters=7, mlp_layer_types=routers)))
         for index in range(2):
             layer = f"model.layers.{index}"
             assert found[layer] == StreamsLayerSpec("", index)
+            assert found[f"{layer}.mlp"] == TokenRoutedSpec("", index == 0)
             for name in ("attn_hc", "ffn_hc"):
                 assert found[f"{layer}.{name}"] == HyperConnectionSpec("", STREAMS, 7, 1e-6, 1e-6)
 
@@ -124,13 +126,13 @@ def test_a_layer_s_step_is_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = model.generate(**arguments)
     runner = model.ktinject_decoding.runners[2]
     fused = Fused(model)
-    of_streams = {f"model.layers.{i}{part}" for i in range(3) for part in ("", ".attn_hc", ".ffn_hc")}
+    of_streams = {f"model.layers.{i}{part}" for i in range(3) for part in ("", ".mlp", ".attn_hc", ".ffn_hc")}
     fused._steps = {path: step for path, step in fused._steps.items() if path in of_streams}
-    assert len(fused) == 9
+    assert len(fused) == 12
     runner._forward = partial(run_model, weakref.ref(model), fused, model.ktinject_decoding._masks)
     for _ in range(2):  # steps are compared, and then used
         assert torch.equal(model.generate(**arguments), wanted)
-        assert model.ktinject_decoding.runners[2] is runner and not fused.refused and len(fused) == 9
+        assert model.ktinject_decoding.runners[2] is runner and not fused.refused and len(fused) == 12
 
 
 @V4
@@ -182,5 +184,5 @@ class TestInAModel:
         model.generate(**request(batch, 17, 12, "cuda", padding=0))
         fused = model.ktinject_decoding.fused
         assert fused is not None and model.ktinject_decoding.last == "graph loop"
-        wanted = {f"model.layers.{i}{part}" for i in range(3) for part in ("", ".attn_hc", ".ffn_hc")}
+        wanted = {f"model.layers.{i}{part}" for i in range(3) for part in ("", ".mlp", ".attn_hc", ".ffn_hc")}
         assert wanted <= {*fused._steps}, {path: fused.refused.get(path) for path in wanted - {*fused._steps}}
