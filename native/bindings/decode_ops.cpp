@@ -402,6 +402,17 @@ void def_compressed(nb::module_& m) {
       nb::kw_only(), nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("out"), nb::arg("x_stride"),
       nb::arg("angle_stride"), nb::arg("eps"), nb::arg("is_back"), nb::arg("rows"), nb::arg("heads"), nb::arg("size"),
       nb::arg("angles"), nb::arg("dtype"), nb::arg("stream"), "Heads whose last values turn in pairs.");
+  m.def(
+      "sink_softmax",
+      [](Address<> scores, Address<> first, Address<> rest, Address<const float> sinks, Address<> out,
+         int64_t first_stride, float scale, int rows, int heads, int n, int of_first, DType dtype,
+         cuda::Stream stream) {
+        cuda::sink_softmax({scores, first, rest, sinks, out, first_stride, scale, rows, heads, n, of_first}, dtype,
+                           stream);
+      },
+      nb::kw_only(), nb::arg("scores"), nb::arg("first"), nb::arg("rest"), nb::arg("sinks"), nb::arg("out"),
+      nb::arg("first_stride"), nb::arg("scale"), nb::arg("rows"), nb::arg("heads"), nb::arg("n"), nb::arg("of_first"),
+      nb::arg("dtype"), nb::arg("stream"), "Weights of attention with sinks, of scores.");
 }
 
 }  // namespace

@@ -174,6 +174,38 @@ __global__ void __launch_bounds__(kHeads* kWarp) turn_heads_kernel(const TurnHea
   }
 }
 
+constexpr int kSoftmaxThreads = 256;
+
+// A thread block has a head of a row.
+template <class T>
+__global__ void __launch_bounds__(kSoftmaxThreads) sink_softmax_kernel(const SinkSoftmax p) {
+  constexpr int kWarps = kSoftmaxThreads / kWarp;
+  __shared__ float largest_of[kWarps];
+  const int head = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
+  const int thread = static_cast<int>(threadIdx.x);
+  release_next();
+  await_previous();
+  const size_t at = (static_cast<size_t>(row) * p.heads + head) * p.n;
+  const T* scores = static_cast<const T*>(p.scores) + at;
+  const T* first = static_cast<const T*>(p.first) + row * p.first_stride;
+  const T* rest = static_cast<const T*>(p.rest) + static_cast<size_t>(row) * (p.n - p.of_first);
+  auto score = [&](int i) {
+    const float added = load(read_written(i < p.of_first ? first + i : rest + (i - p.of_first)));
+    return rounded<T>(rounded<T>(load(read_written(scores + i)) * p.scale) + added);
+  };
+  float largest = p.sinks[head];
+  for (int i = thread; i < p.n; i += kSoftmaxThreads) largest = fmaxf(largest, score(i));
+  for (int step = kWarp / 2; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, step));
+  if (thread % kWarp == 0) largest_of[thread / kWarp] = largest;
+  __syncthreads();
+  for (int warp = 0; warp < kWarps; ++warp) largest = fmaxf(largest, largest_of[warp]);
+  float sum = 0;
+  for (int i = thread; i < p.n; i += kSoftmaxThreads) sum += expf(score(i) - largest);
+  sum = block_sum(sum) + expf(p.sinks[head] - largest);
+  T* out = static_cast<T*>(p.out) + at;
+  for (int i = thread; i < p.n; i += kSoftmaxThreads) out[i] = store<T>(expf(score(i) - largest) / sum);
+}
+
 template <class Run>
 void with_type(DType dtype, Run run) {
   if (dtype == DType::f32) run(float{});
@@ -207,6 +239,18 @@ void turn_heads(const TurnHeads& p, DType dtype, Stream to) {
     launch_early("launching turn_heads", turn_heads_kernel<T>,
                  {dim3(static_cast<unsigned>((p.heads + kHeads - 1) / kHeads), static_cast<unsigned>(p.rows)),
                   dim3(kHeads * kWarp), stream},
+                 p);
+  });
+}
+
+void sink_softmax(const SinkSoftmax& p, DType dtype, Stream to) {
+  if (p.of_first < 0 || p.of_first > p.n) throw std::invalid_argument("sink_softmax: more is added than there is");
+  if (p.rows > UINT16_MAX) throw std::invalid_argument("sink_softmax: more rows than a CUDA grid has blocks");
+  if (p.rows < 1 || p.heads < 1 || p.n < 1) return;
+  const OnStream stream(to);
+  with_type(dtype, [&]<class T>(T) {
+    launch_early("launching sink_softmax", sink_softmax_kernel<T>,
+                 {dim3(static_cast<unsigned>(p.heads), static_cast<unsigned>(p.rows)), dim3(kSoftmaxThreads), stream},
                  p);
   });
 }

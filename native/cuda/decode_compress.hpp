@@ -59,4 +59,18 @@ struct TurnHeads {
 };
 void turn_heads(const TurnHeads& input, DType dtype, Stream stream);
 
+// The weights of attention: softmax over scores * scale, rounded, + what is added to them, rounded, and a head's sink,
+// which has no weight in `out`.
+struct SinkSoftmax {
+  const void* scores = nullptr;  // [rows, heads, n]
+  const void* first = nullptr;   // [rows, of_first], first_stride apart: added to the first scores
+  const void* rest = nullptr;    // [rows, n - of_first]: to the others
+  const float* sinks = nullptr;  // [heads]
+  void* out = nullptr;           // [rows, heads, n]
+  int64_t first_stride = 0;
+  float scale = 1;
+  int rows = 0, heads = 0, n = 0, of_first = 0;
+};
+void sink_softmax(const SinkSoftmax& input, DType dtype, Stream stream);
+
 }  // namespace ktinject::cuda

@@ -127,3 +127,38 @@ def turn_heads(
         stream=stream_of(device),
     )
     return out
+
+
+def sink_softmax(scores: Tensor, scale: float, first: Tensor, rest: Tensor | None, sinks: Tensor) -> Tensor:
+    """The weights of attention: softmax over scores · scale + what is added to them, and a sink, which gets none.
+
+    scores   [b, heads, n] float32, bfloat16 or float16, contiguous
+    first    [b, m] of that dtype, rows contiguous: added to the first scores
+    rest     [b, n - m] of that dtype, contiguous: to the others; None: there are no others
+    sinks    [heads] float32
+    Returns  [b, heads, n]
+    Raises   ValueError for tensors that are not as said here
+    """
+    device, dtype = scores.device, scores.dtype
+    rows, heads, n = scores.shape
+    count = first.shape[-1]
+    if dtype not in CODES or count > n or (rest is None) != (count == n):
+        raise ValueError(f"found {n} scores of {dtype}, and {count} to which something is added first")
+    like = device, dtype
+    out = torch.empty_like(scores)
+    _native.sink_softmax(
+        scores=address("scores", scores, *like),
+        first=address("first", first, *like, (rows, count), strided=1),
+        rest=address("rest", rest, *like, (rows, n - count)),
+        sinks=address("sinks", sinks, device, torch.float32, (heads,)),
+        out=address("out", out, device),
+        first_stride=first.stride(0),
+        scale=scale,
+        rows=rows,
+        heads=heads,
+        n=n,
+        of_first=count,
+        dtype=CODES[dtype],
+        stream=stream_of(device),
+    )
+    return out

@@ -42,30 +42,20 @@ def attention_step(spec: SharedKeyAttentionSpec, module: Any) -> Step:
         q = compressed_ops.turn_heads(q, cos, sin, eps=spec.norm_eps)
         kv = compressed_ops.turn_heads(module.kv_norm(kv)[:, None], cos, sin)[:, None]
         keys = cache.update(kv, kv, spec.layer_idx)[0]
-        added: Tensor = mask
+        rest: Tensor | None = None
         if module.compressor is not None:
             arguments = hidden_states, residual[:, None], positions, cache, spec.layer_idx
             compressed, hidden = module.compressor(*arguments)
-            keys, added = torch.cat([keys, compressed], 2), torch.cat([mask, hidden.to(mask.dtype)], 3)
-        out = _attend(q, keys[:, 0], added[:, 0], module.sinks, spec.scaling)
+            keys, rest = torch.cat([keys, compressed], 2), hidden[:, 0, 0].contiguous()
+        # For 64 heads, transformers repeats the keys as often.
+        scores = q @ keys[:, 0].mT
+        weights = compressed_ops.sink_softmax(scores, spec.scaling, mask[:, 0, 0], rest, module.sinks)
+        out = weights @ keys[:, 0]
         out = compressed_ops.turn_heads(out, cos, sin, is_back=True)
         out = module.o_a_proj(out.view(rows, 1, module.config.o_groups, -1)).flatten(2)
         return module.o_b_proj(out), None
 
     return step
-
-
-def _attend(q: Tensor, keys: Tensor, added: Tensor, sinks: Tensor, scaling: float) -> Tensor:
-    """Attention of heads q [b, h, d] to keys that are values, [b, n, d], rounded where transformers' own is.
-
-    added    [b, 1, n]: to scores
-    sinks    [h]: scores without a value
-    Returns  [b, h, d]
-    """
-    scores = (q @ keys.mT) * scaling + added
-    # transformers repeats keys for all heads, for which it needs 128 times their memory.
-    scores = torch.cat([scores, sinks[None, :, None].expand(len(q), -1, -1)], -1)
-    return scores.softmax(-1)[..., :-1].to(keys.dtype) @ keys
 
 
 def compressor_step(spec: CompressorSpec, module: Any) -> Step:

@@ -43,6 +43,16 @@ def turned_in_torch(
     return torch.cat([rest, pairs.to(x.dtype)], -1)
 
 
+def softmax_in_torch(
+    scores: Tensor, scale: float, first: Tensor, rest: Tensor | None, sinks: Tensor
+) -> Tensor:
+    """What `sink_softmax` computes."""
+    added = first if rest is None else torch.cat([first, rest], -1)
+    scores = scores * scale + added[:, None]
+    scores = torch.cat([scores.float(), sinks[None, :, None].expand(len(scores), -1, -1)], -1)
+    return scores.softmax(-1)[..., :-1].to(added.dtype)
+
+
 def compressed_in_torch(
     kv: Tensor,
     gate: Tensor,
@@ -111,7 +121,8 @@ def test_steps_are_the_modules(monkeypatch: pytest.MonkeyPatch, topk: int) -> No
         part.keys[:, int(at) // part.kv.shape[1]] *= 1 + 1e-6  # as a kernel's other roundings do
         return added
 
-    for name, function in (("compress", compress), ("turn_heads", turned_in_torch)):
+    kernels = {"compress": compress, "turn_heads": turned_in_torch, "sink_softmax": softmax_in_torch}
+    for name, function in kernels.items():
         monkeypatch.setattr(compressed_ops, name, function)
     for name, function in (("hyper_connection", in_torch), ("mix", mixed)):
         monkeypatch.setattr(streams_ops, name, function)
@@ -232,6 +243,20 @@ class TestKernels:
         cos, sin = (part.to(dtype).expand(rows, -1) for part in (turns.cos(), turns.sin()))
         found = compressed_ops.turn_heads(x, cos, sin, eps=eps, is_back=is_back)
         wanted = turned_in_torch(x, cos, sin, eps=eps, is_back=is_back)
+        error = (found.float() - wanted.float()).norm() / wanted.float().norm()
+        assert error <= TOLERANCE[dtype], error.item()
+
+    @pytest.mark.parametrize("heads, n, first", [(64, 640, 128), (3, 128, 128), (2, 5000, 7), (1, 3, 0)])
+    @torch.inference_mode()
+    def test_softmax_with_sinks(self, dtype: torch.dtype, rows: int, heads: int, n: int, first: int) -> None:
+        torch.manual_seed(2)
+        scores, sinks = values(rows, heads, n, dtype=dtype) * 8, values(heads)
+        given = values(rows, first + 3, dtype=dtype)[:, :first]
+        rest = values(rows, n - first, dtype=dtype) if n > first else None
+        if rest is not None:
+            rest[:, ::2] = float("-inf")
+        found = compressed_ops.sink_softmax(scores, 0.3, given, rest, sinks)
+        wanted = softmax_in_torch(scores, 0.3, given, rest, sinks)
         error = (found.float() - wanted.float()).norm() / wanted.float().norm()
         assert error <= TOLERANCE[dtype], error.item()
 
