@@ -196,7 +196,7 @@ DO_NOT = set(
     fetched_bytes
     force_kernel handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
     add_from_host handoff_entries pinned_bytes gated_delta mamba2 short_convolution
-    hyper_connection mix_streams compress turn_heads
+    hyper_connection mix_streams compress sink_softmax turn_heads
     allow_workspace Experts.workspace_bytes uses_start uses_stop uses
     packed_version Experts.packed Linear.packed
     Experts.hidden_size Experts.count Experts.down_kernels Experts.id Experts.bytes Experts.kernels
