@@ -8,11 +8,12 @@ from typing import Any
 import models
 import torch
 from test_generate import swapped
-from test_native_decoder import SURE, SURE_GROUPS, TOLERANCE, difference, doubled, sure
+from test_native_decoder import SURE, SURE_GROUPS, TOLERANCE, difference, doubled, sure, varied
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+import ktinject
 from ktinject.support import SUPPORTED
 
 
@@ -55,6 +56,27 @@ def native_pair(family: str) -> Pair:
     """In bf16: the tokens may part, see `read`."""
     config = SURE_GROUPS if family == "deepseek_v3" else SURE
     return Pair(sure(family), doubled(models.tiny(family, **config).bfloat16()), "native loop")
+
+
+def made(
+    family: str, weights: str = "bf16", dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A swapped model whose decode steps are native, and the same before in fp32.
+
+    weights  of experts, dense layers and the output layer
+    dtype    of the swapped model; both have values that bf16 holds
+    changes  of the family's tiny config
+    """
+    model, truth = (varied(doubled(models.tiny(family, **changes).bfloat16())).to(dtype) for _ in range(2))
+    for one in (model, truth):
+        generator = torch.Generator().manual_seed(9)
+        for name, parameter in one.named_parameters():
+            if name.endswith("sinks"):
+                parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    variables = dict.fromkeys(("experts", "dense", "head"), weights)
+    return ktinject.optimize(
+        model, "auto", devices=["cpu"], variables=variables, progress=False
+    ), truth.float()
 
 
 def read(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, DynamicCache]:

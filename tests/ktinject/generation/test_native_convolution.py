@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import answers
 import pytest
 import torch
 from test_generate import prompt
@@ -12,9 +13,7 @@ from test_native_decoder import (
     assert_as_exact_as_its_own,
     assert_same_but_for_roundings,
     assert_same_tokens,
-    doubled,
     swapped,
-    varied,
 )
 from test_native_windows import assert_native
 from torch import nn
@@ -44,11 +43,7 @@ SIZES: list[dict[str, Any]] = [
 
 
 def made(weights: str = "bf16", **changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A swapped model, and the same before in fp32."""
-    model, truth = (varied(doubled(tiny("lfm2_moe", **SURE | changes).bfloat16())) for _ in range(2))
-    variables = dict.fromkeys(("experts", "dense", "head"), weights)
-    swapped = ktinject.optimize(model, "auto", devices=["cpu"], variables=variables, progress=False)
-    return swapped, truth.float()
+    return answers.made("lfm2_moe", weights, **SURE | changes)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -8,19 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from answers import made
 from test_generate import prompt
 from test_native_decoder import (
     INT8_TOLERANCE,
     assert_as_exact_as_its_own,
     assert_same_tokens,
-    doubled,
-    varied,
 )
 from test_native_windows import assert_native
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-import ktinject
 from ktinject import _native
 from ktinject.generation import layer_spec, router_probes
 from ktinject.generation.attention_probes import BY_HALVES, Outputs, Turning
@@ -64,22 +61,6 @@ CASES = [
     ("mimo_v2_flash", {**MIMO, "v_head_dim": 8, "attention_bias": True}),
 ]
 CASES = [case for case in CASES if case[0] in AVAILABLE]
-
-
-def made(
-    family: str, weights: str = "bf16", dtype: torch.dtype = torch.bfloat16, **changes: Any
-) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A swapped model, and the same before in fp32."""
-    model, truth = (varied(doubled(tiny(family, **changes).bfloat16())).to(dtype) for _ in range(2))
-    for one in (model, truth):
-        generator = torch.Generator().manual_seed(9)
-        for name, parameter in one.named_parameters():
-            if name.endswith("sinks"):
-                parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    variables = dict.fromkeys(("experts", "dense", "head"), weights)
-    return ktinject.optimize(
-        model, "auto", devices=["cpu"], variables=variables, progress=False
-    ), truth.float()
 
 
 @pytest.mark.parametrize("family, changes", CASES, ids=str)

@@ -6,20 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from answers import made
 from test_generate import prompt, stock
 from test_native_decoder import (
     INT8_TOLERANCE,
     assert_as_exact_as_its_own,
     assert_same_tokens,
-    doubled,
     swapped,
-    varied,
 )
 from test_native_windows import assert_native
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-import ktinject
 from ktinject import _native
 from ktinject.generation import layer_spec
 from ktinject.generation.cpu import native_ends
@@ -45,15 +42,6 @@ ROTARY = {"position_embedding_type": "rope"}
 CASES: list[tuple[str, dict[str, Any]]] = [(name, SCALED) for name in FAMILIES]
 CASES += [(name, {"num_experts_per_tok": 6}) for name in FAMILIES]
 CASES += [("granitemoehybrid", SCALED | ROTARY), ("granitemoe", SCALED | {"attention_bias": True})]
-
-
-def made(family: str, weights: str = "bf16", **changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A swapped model, and the same before in fp32."""
-    model, truth = (varied(doubled(tiny(family, **changes).bfloat16())) for _ in range(2))
-    variables = dict.fromkeys(("experts", "dense", "head"), weights)
-    return ktinject.optimize(
-        model, "auto", devices=["cpu"], variables=variables, progress=False
-    ), truth.float()
 
 
 @pytest.mark.parametrize("family, changes", CASES, ids=str)

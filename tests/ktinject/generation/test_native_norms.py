@@ -9,9 +9,10 @@ from typing import Any
 import models
 import pytest
 import torch
+from answers import made
 from test_generate import prompt, stock
 from test_native_decoder import INT8_TOLERANCE, assert_as_exact_as_its_own, varied
-from test_native_gates import derived, made, packed
+from test_native_gates import derived, packed
 from test_native_windows import assert_native
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma4Config, Gemma4ForConditionalGeneration
