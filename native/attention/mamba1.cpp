@@ -16,8 +16,8 @@ namespace {
 // Of a task of the states.
 constexpr int kChannels = 256;
 
-void expect(const gemm::Linear& linear, int in, int out, const char* name) {
-  if (linear.config().in_features != in || linear.config().out_features != out)
+void expect(int found_in, int found_out, int in, int out, const char* name) {
+  if (found_in != in || found_out != out)
     throw std::invalid_argument(std::string("mamba: ") + name + ": expected " + std::to_string(in) + " inputs and " +
                                 std::to_string(out) + " outputs");
 }
@@ -28,9 +28,10 @@ Mamba1::Mamba1(Mamba1Config config) : config_(config) {
   const int values = config_.values(), rank = config_.rank(), size = config_.state_size();
   if (rank < 1 || size < 1 || config_.c_norm.size != size || config_.taps < 1)
     throw std::invalid_argument("mamba: the norms of B and C must be of one size");
-  expect(*config_.in, config_.in->config().in_features, 2 * values, "in_proj");
-  expect(*config_.proj, values, rank + 2 * size, "x_proj");
-  expect(*config_.dt, rank, values, "dt_proj");
+  const int hidden = config_.in->config().in_features;
+  expect(hidden, config_.in->config().out_features, hidden, 2 * values, "in_proj");
+  expect(config_.proj.in, config_.proj.out, values, rank + 2 * size, "x_proj");
+  expect(config_.dt.in, config_.dt.out, rank, values, "dt_proj");
 }
 
 bool Mamba1::fits(int hidden) const {
@@ -92,7 +93,7 @@ void Mamba1::advance(float* mixed, const Step& step, const LayerCache& cache, fl
     for (int row = 0; row < batch; row += rows)
       convolution.advance(*session, mixed + product(row, values), rows, cache.first);
   }
-  config_.proj->forward(mixed, DType::f32, batch, proj);
+  config_.proj.forward(mixed, batch, step.dtype, proj);
   ops.round(proj, batch * given, step.dtype);
   for (int row = 0; row < batch; ++row) {
     float* parts = proj + product(row, given);
@@ -100,7 +101,7 @@ void Mamba1::advance(float* mixed, const Step& step, const LayerCache& cache, fl
     ops.rms_norm(parts + rank, config_.b_norm, step.dtype, parts + rank);
     ops.rms_norm(parts + rank + size, config_.c_norm, step.dtype, parts + rank + size);
   }
-  config_.dt->forward(low, DType::f32, batch, dt);
+  config_.dt.forward(low, batch, step.dtype, dt);
   ops.round(dt, batch * values, step.dtype);
   const runtime::Session session;
   for (int first_row = 0; first_row < batch; first_row += rows)

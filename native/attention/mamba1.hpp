@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/attention.hpp"
+#include "attention/projection.hpp"
 
 namespace ktinject::attention {
 
@@ -18,7 +19,8 @@ namespace ktinject::attention {
 // The cache has the last inputs of the convolution [batch, values, taps] of the model's dtype, and the states [batch,
 // values, state_size] in fp32.
 struct Mamba1Config {
-  const gemm::Linear *in = nullptr, *proj = nullptr, *dt = nullptr, *out = nullptr;
+  const gemm::Linear *in = nullptr, *out = nullptr;
+  Projection proj, dt;
   const void* taps_weight = nullptr;  // [values, taps] of dtype
   const void* taps_bias = nullptr;    // [values] of dtype, or null
   int taps = 0;

@@ -29,6 +29,7 @@ void Projection::forward(const float* x, int rows, DType model, float* y) const 
     ops.rows_times(w, x + product(row, in), std::min(kRowsOfTask, out - first), in, dtype,
                    y + product(row, out) + first);
   });
+  for (int i = 0; bias != nullptr && i < rows * out; ++i) y[i] += bias[i % out];
 }
 
 void Products::add(const Projection& layer, float* y) {

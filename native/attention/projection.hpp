@@ -9,12 +9,13 @@
 
 namespace ktinject::attention {
 
-// y = W x, rounded: of a packed layer to the model's dtype, else to that of its weight [out, in].
+// y = W x + bias, rounded: of a packed layer to the model's dtype, else to that of its weight [out, in].
 struct Projection {
   const gemm::Linear* linear = nullptr;
   const void* weight = nullptr;
   DType dtype = DType::bf16;
   int out = 0, in = 0;
+  const float* bias = nullptr;  // [out] beside a weight in fp32, or none; a packed layer has its own
 
   explicit operator bool() const { return linear != nullptr || weight != nullptr; }
   void forward(const float* x, int rows, DType model, float* y) const;

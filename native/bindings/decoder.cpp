@@ -34,6 +34,7 @@ using Positions = Array<const int64_t, nb::ndim<1>, nb::c_contig>;
 // A plain weight that a projection points to.
 struct HeldProjection {
   std::optional<Input> weight;
+  std::optional<FloatVector> bias;
   attention::Projection projection;
 };
 
@@ -333,10 +334,12 @@ void def_mamba2(nb::module_& m) {
 }
 
 void def_indexer(nb::module_& m) {
-  nb::class_<HeldProjection>(m, "Projection", "A linear layer without a bias: packed, or of a weight [out, in].")
+  nb::class_<HeldProjection>(m, "Projection",
+                             "A linear layer: packed, or of a weight [out, in] and maybe a bias [out].")
       .def(
           "__init__",
-          [](HeldProjection* self, const gemm::Linear* linear, std::optional<Input> weight) {
+          [](HeldProjection* self, const gemm::Linear* linear, std::optional<Input> weight,
+             std::optional<FloatVector> bias) {
             if ((linear == nullptr) != weight.has_value())
               throw std::invalid_argument("projection: either a packed layer or a weight is needed");
             attention::Projection projection;
@@ -346,9 +349,14 @@ void def_indexer(nb::module_& m) {
               projection = {nullptr, weight->data(), dtype_of(weight->dtype(), "weight"),
                             size_of(weight->shape(0), "weight"), size_of(weight->shape(1), "weight")};
             }
-            new (self) HeldProjection{std::move(weight), projection};
+            if (bias && (projection.dtype != DType::f32 || linear != nullptr ||
+                         bias->shape(0) != static_cast<size_t>(projection.out)))
+              throw std::invalid_argument("projection: a bias is one of each output of a weight in fp32");
+            projection.bias = bias ? bias->data() : nullptr;
+            new (self) HeldProjection{std::move(weight), std::move(bias), projection};
           },
-          nb::kw_only(), nb::arg("linear").none() = nb::none(), nb::arg("weight") = nb::none(), nb::keep_alive<1, 2>());
+          nb::kw_only(), nb::arg("linear").none() = nb::none(), nb::arg("weight") = nb::none(),
+          nb::arg("bias") = nb::none(), nb::keep_alive<1, 2>());
   nb::class_<attention::Indexer>(m, "Indexer", "Chooses the places that a token attends to.")
       .def(
           "__init__",
@@ -401,14 +409,14 @@ void def_block_index(nb::module_& m) {
           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>());
 }
 
-void init_mamba1(attention::Mamba1* self, const gemm::Linear& in, const gemm::Linear& proj, const gemm::Linear& dt,
+void init_mamba1(attention::Mamba1* self, const gemm::Linear& in, const HeldProjection& proj, const HeldProjection& dt,
                  const gemm::Linear& out, const Input& taps, const std::optional<Vector>& taps_bias,
                  const FloatMatrix& a_log, const FloatVector& d, bool has_wide_d, const HeldNorm& dt_norm,
                  const HeldNorm& b_norm, const HeldNorm& c_norm) {
   attention::Mamba1Config config;
   config.in = &in;
-  config.proj = &proj;
-  config.dt = &dt;
+  config.proj = proj.projection;
+  config.dt = dt.projection;
   config.out = &out;
   config.taps_weight = taps.data();
   config.taps_bias = taps_bias ? taps_bias->data() : nullptr;

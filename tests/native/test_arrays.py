@@ -162,7 +162,8 @@ def mamba1() -> dict[str, Any]:
     norms = {
         f"{name}_norm": _native.Norm(torch.ones(size), 1e-6) for name, size in (("dt", 4), ("b", 8), ("c", 8))
     }
-    return {"in_proj": linear(32, 64), "x_proj": linear(4 + 16, 16), "dt_proj": linear(16, 4),
+    return {"in_proj": linear(32, 64), **{name: _native.Projection(linear=linear(*sizes))
+               for name, sizes in (("x_proj", (4 + 16, 16)), ("dt_proj", (16, 4)))},
             "out_proj": linear(64, 16), "taps": torch.zeros(16, 4), "taps_bias": torch.zeros(16),
             "a_log": torch.zeros(16, 8), "d": torch.zeros(16), "has_wide_d": True, **norms}  # fmt: skip
 
@@ -359,7 +360,10 @@ CASES: dict[str, Case] = {
             "third": [torch.zeros(2, 1, 8, 4)],
         },
     ),
-    "Projection.__init__": lambda: (_native.Projection, {"weight": torch.zeros(4, 8)}),
+    "Projection.__init__": lambda: (
+        _native.Projection,
+        {"weight": torch.zeros(4, 8), "bias": torch.zeros(4)},
+    ),
     "Indexer.__init__": lambda: (_native.Indexer, indexer()),
     "GroupedAttention.__init__": lambda: (_native.GroupedAttention, with_sinks()),
     "DecayingState.__init__": lambda: (_native.DecayingState, decaying()),

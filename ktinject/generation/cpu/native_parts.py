@@ -46,9 +46,12 @@ def projection(module: Any, name: str) -> Any:
     layer = adapters.unadapted(getattr(module, name))
     if isinstance(layer, CpuLinear):
         return _native.Projection(linear=layer.native)
-    if type(layer) is not nn.Linear or layer.bias is not None or not layer.weight.is_contiguous():
+    if type(layer) is not nn.Linear or not layer.weight.is_contiguous():
         raise UnknownLayer(f"its {name} is a {type(layer).__name__} that is not known")
-    return _native.Projection(weight=layer.weight.detach())
+    weight, bias = layer.weight.detach(), layer.bias
+    if bias is not None and not weight.dtype == bias.dtype == torch.float32:
+        raise UnknownLayer(f"its {name} has a bias and is not in fp32")
+    return _native.Projection(weight=weight, bias=None if bias is None else bias.detach())
 
 
 def norm(spec: NormSpec | None, owner: nn.Module, dtype: torch.dtype) -> Any:

@@ -139,7 +139,8 @@ def _mamba1(module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
         return norm(known(layer_spec.of_norm(child)), child, dtype)
 
     return _native.Mamba1(
-        **{name: linear(module, name) for name in ("in_proj", "x_proj", "dt_proj", "out_proj")},
+        **{name: linear(module, name) for name in ("in_proj", "out_proj")},
+        **{name: projection(module, name) for name in ("x_proj", "dt_proj")},
         taps=_taps(module.conv1d, "conv1d", dtype),
         taps_bias=_bias(module, dtype),
         a_log=wide(module.A_log, copies),

@@ -37,7 +37,7 @@ SIZES: list[dict[str, Any]] = [
 
 
 def made(
-    weights: str = "bf16", wide: bool = False, **changes: Any
+    weights: str = "bf16", wide: bool = False, dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A swapped model, and the same before in fp32. wide: decays and what is skipped are in fp32."""
 
@@ -47,7 +47,7 @@ def made(
             for name, parameter in model.named_parameters():
                 if name.endswith((".D", ".A_log")):
                     parameter.copy_(torch.linspace(-1, 1.3, parameter.numel()).view_as(parameter))
-        return model
+        return model.to(dtype)
 
     model, truth = one(), one()
     for name, module in model.named_modules():
@@ -67,6 +67,15 @@ def test_steps_are_as_exact_as_the_model_s_own(sizes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_formats(weights: str) -> None:
     assert_as_exact_as_its_own(*made(weights), INT8_TOLERANCE)
+
+
+def test_models_in_fp32() -> None:
+    """What gives time steps stays as it is, with a bias: no operator of the CPU computes in fp32."""
+    model, truth = made("int8", dtype=torch.float32)
+    assert type(model.model.layers[0].mamba.dt_proj) is nn.Linear
+    assert_as_exact_as_its_own(model, truth, INT8_TOLERANCE)
+    model.model.layers[0].mamba.dt_proj.bfloat16()
+    assert NativeDecoder(model).support.reason == "layer 0: its dt_proj has a bias and is not in fp32"
 
 
 def test_parameters_in_fp32() -> None:
@@ -121,11 +130,13 @@ def given(**changes: Any) -> dict[str, Any]:
         f"{name}_norm": _native.Norm(torch.ones(size), 1e-6)
         for name, size in (("dt", 6), ("b", 20), ("c", 20))
     }
-    return {
+    arguments = {
         "in_proj": linear(48, 40)[0], "x_proj": linear(46, 24)[0], "dt_proj": linear(24, 6, torch.zeros(24))[0],
         "out_proj": linear(40, 24)[0], "taps": torch.zeros(24, 4), "taps_bias": torch.zeros(24),
         "a_log": torch.zeros(24, 20), "d": torch.zeros(24), "has_wide_d": True, **norms, **changes,
     }  # fmt: skip
+    projections = {name: _native.Projection(linear=arguments[name]) for name in ("x_proj", "dt_proj")}
+    return arguments | projections
 
 
 class TestNative:
