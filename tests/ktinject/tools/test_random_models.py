@@ -46,7 +46,9 @@ def test_a_table_from_tokens_to_experts_gives_each_token_different_ones() -> Non
     small = {"head_dim": 16, "num_attention_heads": 4, "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 8}
     changes = {**SMALL, **small, "n_routed_experts": 16, "index_n_heads": 2, "index_head_dim": 16}
     changes["hidden_size"] = 40
-    model = random_models.build(random_models.config("deepseek-v4-flash", 4, **changes), devices="cpu")
+    config = random_models.config("deepseek-v4-flash", 4, **changes)
+    # In bf16, transformers 5.17 has no forward of it that works.
+    model = random_models.build(config, devices="cpu", dtype=torch.float32)
     tables = [table for name, table in model.named_buffers() if name.endswith("tid2eid")]
     assert len(tables) == 3
     for table in tables:
