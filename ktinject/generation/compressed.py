@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from ktinject.generation.cache_layers import BucketLayer, empty, fill_rows, is_compressed
 from ktinject.hf import compat
+from ktinject.model_class import own_class
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
@@ -276,7 +277,9 @@ def positions_support(positions: Tensor | None, tokens: int) -> Support:
 def class_of(model: nn.Module) -> Any:
     """The class of models with compressed keys that a model is of; None: it is of none that we know."""
     names = compat.COMPRESSED_MODELS
-    return next((base for base in type(model).__mro__ if f"{base.__module__}:{base.__name__}" in names), None)
+    # Not the one that swapping made of it, which has its name.
+    classes = own_class(model).__mro__
+    return next((base for base in classes if f"{base.__module__}:{base.__name__}" in names), None)
 
 
 def model_support(model: nn.Module) -> Support:

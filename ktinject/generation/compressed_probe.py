@@ -87,7 +87,7 @@ def _small(model: PreTrainedModel, kinds: list[str]) -> PreTrainedModel:
     config.mlp_layer_types = ["moe"] * len(kinds)
     config.compress_rates = {name: _RATE + i for i, name in enumerate(config.compress_rates)}
     config._attn_implementation = config._experts_implementation = "eager"
-    found: Any = compressed.class_of(model)(config).float().eval()  # not the one that swapping made of it
+    found: Any = compressed.class_of(model)(config).float().eval()
     for name, parameter in found.named_parameters():
         std = parameter.shape[-1] ** -0.5
         parameter.normal_(std=std) if parameter.dim() > 1 else parameter.normal_(float("norm" in name), 0.1)

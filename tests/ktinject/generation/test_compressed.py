@@ -19,6 +19,7 @@ from ktinject.generation.cache import FixedCache
 from ktinject.generation.cache_layers import kinds_of, tensors_of
 from ktinject.generation.compressed import Steps
 from ktinject.hf import compat
+from ktinject.model_class import Methods, put_before
 from ktinject.operators.probes.answer import Memory
 from ktinject.support import SUPPORTED
 
@@ -153,6 +154,20 @@ class TestProbe:
         model, before = of_kinds(*KINDS), torch.get_rng_state()
         assert compressed_probe.support(model) == SUPPORTED
         assert torch.equal(torch.get_rng_state(), before), "nobody's random numbers are used up"
+
+    def test_of_a_model_that_stands_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its passes ask its plan for devices, and a small model of the same class has none."""
+
+        class Planned(Methods):
+            def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+                assert self.ktinject.to_load
+                run: Any = super()
+                return run.__call__(*args, **kwargs)
+
+        monkeypatch.setattr(compressed_probe, "_ANSWERS", Memory())
+        model = of_kinds(*KINDS)
+        put_before(model, Planned)
+        assert compressed_probe.support(model) == SUPPORTED
 
     def test_sees_keys_that_are_not_hidden(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compressed_probe, "_ANSWERS", Memory())
