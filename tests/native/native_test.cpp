@@ -42,6 +42,7 @@
 
 #include "decode/choose.hpp"
 #include "decode/decoder.hpp"
+#include "gemm/k_quants.hpp"
 #include "gemm/linear.hpp"
 #include "handoff/dispatcher.hpp"
 #include "moe/experts.hpp"
@@ -164,6 +165,14 @@ std::unique_ptr<Experts> layer(const Problem& problem) {
     for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
       const bool down = projection == Projection::down;
       const int n = down ? problem.hidden : problem.inner, k = down ? problem.inner : problem.hidden;
+      if (gemm::is_k_quant(problem.format)) {  // blocks of a file; with these bits alone, scales in fp16 are below 1
+        const size_t row =
+            static_cast<size_t>(k / gemm::k_file_inputs(problem.format)) * gemm::k_file_bytes(problem.format);
+        std::vector<uint8_t> blocks(row * static_cast<size_t>(n));
+        for (uint8_t& byte : blocks) byte = static_cast<uint8_t>(random() & 0x3b);
+        made->load_blocks(projection, expert, {blocks.data(), n, row, static_cast<ptrdiff_t>(row)});
+        continue;
+      }
       std::vector<float> weight(static_cast<size_t>(n) * static_cast<size_t>(k));
       for (float& value : weight) value = normal(random) / std::sqrt(static_cast<float>(k));
       made->load(projection, expert, {weight.data(), DType::f32, n, k, k, 1});
@@ -211,7 +220,10 @@ void test_forward() {
   for (const Kernel& kernel : kernel_table()) {
     if (!why_unavailable(kernel).empty()) continue;
     double worst = 0;
-    for (const auto& [hidden, inner] : {std::pair{64, 48}, {100, 33}, {33, 160}})
+    using Shapes = std::vector<std::pair<int, int>>;
+    const bool has_blocks = gemm::is_k_quant(kernel.format);  // of up to 256 inputs
+    for (const auto& [hidden, inner] :
+         has_blocks ? Shapes{{256, 512}, {512, 256}} : Shapes{{64, 48}, {100, 33}, {33, 160}})
       for (const bool symmetric : {true, false}) {
         if (!symmetric && kernel.format != Format::int4) continue;
         Problem problem;
