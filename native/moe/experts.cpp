@@ -42,7 +42,7 @@ Experts::Experts(ExpertsConfig config)
            (config_.hidden_size + gemm::kPanel - 1) / gemm::kPanel,
            config_.symmetric};
   loaded_.assign(static_cast<size_t>(config_.experts) * 3 * 2, 0);
-  released_.assign(static_cast<size_t>(config_.experts), 0);
+  released_ = std::vector<std::atomic<uint8_t>>(static_cast<size_t>(config_.experts));
 
   const std::vector<runtime::Node> there = runtime::nodes();
   const auto most = static_cast<int>(there.size());
@@ -147,7 +147,7 @@ void Experts::repeat(int expert) {
   const auto marks = static_cast<ptrdiff_t>(loaded_.size()) / config_.experts;
   for (ptrdiff_t e = 0; e < config_.experts; ++e)
     if (e != expert) std::copy_n(loaded_.begin() + expert * marks, marks, loaded_.begin() + e * marks);
-  std::fill(released_.begin(), released_.end(), uint8_t{0});
+  for (auto& one : released_) one = 0;
 }
 
 }  // namespace ktinject::moe

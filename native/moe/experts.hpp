@@ -115,7 +115,9 @@ class Experts {
   // This expert, wholly loaded, leaves RAM, but for its biases: whoever called has it elsewhere. forward() and unpack()
   // then refuse it. Not while a call uses it, nor after its memory was page-locked.
   void release(int expert);
-  bool is_released(int expert) const { return released_[static_cast<size_t>(expert)] != 0; }
+  bool is_released(int expert) const {
+    return released_[static_cast<size_t>(expert)].load(std::memory_order_relaxed) != 0;
+  }
   // Bytes of RAM that release() of an expert gives back, at least.
   size_t released_bytes() const;
   // Every projection (and bias) that load() has not been called for, as "expert 3 up", at most `limit` of them.
@@ -189,8 +191,9 @@ class Experts {
   runtime::Block gate_up_bias_;  // float [experts, panels * 32], in panel order
   runtime::Block down_bias_;     // float [experts, panels * 32]
   mutable Guesses guesses_;
-  std::vector<uint8_t> loaded_;    // [experts][projection][weight, bias]
-  std::vector<uint8_t> released_;  // [experts]: was loaded, and is not in RAM
+  std::vector<uint8_t> loaded_;  // [experts][projection][weight, bias]
+  // [experts]: was loaded, and is not in RAM. A call looks before it has the pool, while another may load.
+  std::vector<std::atomic<uint8_t>> released_;
 };
 
 }  // namespace ktinject::moe

@@ -193,7 +193,7 @@ void Experts::mark_loaded() {
   const runtime::Session session;
   if (!allocated_) throw std::invalid_argument("mark_loaded: allocate() was not called");
   std::fill(loaded_.begin(), loaded_.end(), uint8_t{1});
-  std::fill(released_.begin(), released_.end(), uint8_t{0});
+  for (auto& one : released_) one = 0;
 }
 
 std::vector<PackedRun> Experts::packed() const {
