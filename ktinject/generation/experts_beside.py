@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from ktinject.generation import feed_forward_spec, norm_spec, normed_router
 from ktinject.generation.feed_forward_spec import FeedForwardSpec, MoeSpec, OtherFeedForward, RouterSpec
-from ktinject.generation.layer_probes import LayerNames, Stub, random, run_twin
+from ktinject.generation.layer_probes import ARGUMENTS, LayerNames, Stub, random, run_twin
 from ktinject.generation.norm_spec import NormSpec
-from ktinject.hf import compat
 from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import refusal_of
 from ktinject.support import Support
@@ -73,7 +72,7 @@ def residual(layer: nn.Module) -> float | Support:
     children = {name: Stub(function) for name, function in _FUNCTIONS.items()}
     children["self_attn"] = Stub(lambda x: (_FUNCTIONS["self_attn"](x), None))
     children |= {"router": Stub(route), "experts": Stub(experts)}
-    arguments = dict.fromkeys(("attention_mask", "position_ids", compat.CACHE, "position_embeddings"))
+    arguments = dict.fromkeys(ARGUMENTS)
     try:
         found = run_twin(layer, {**children, SCALE: scale}, x, **arguments)
     except Exception as error:  # transformers' own code, given what it may not be made for

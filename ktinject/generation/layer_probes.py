@@ -68,6 +68,10 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
+# What a model gives its layers beside hidden states; those that stand for their children have no use for it.
+ARGUMENTS = ("attention_mask", "position_ids", compat.CACHE, "position_embeddings")
+
+
 class LayerNames(NamedTuple):
     """What the children of a decoder layer are called; empty: there is none."""
 
@@ -130,7 +134,7 @@ def residual_factor(
 
     if gives_more:
         children[names.attention] = Stub(mixes, names_kept=True)
-    arguments = dict.fromkeys(("attention_mask", "position_ids", compat.CACHE, "position_embeddings"))
+    arguments = dict.fromkeys(ARGUMENTS)
     given = {GIVEN: choices[0]} if hands_on else {}
 
     def run() -> Any:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktinject.generation.layer_probes import LayerNames, Stub, random, run_twin
-from ktinject.hf import compat
+from ktinject.generation.layer_probes import ARGUMENTS, LayerNames, Stub, random, run_twin
 from ktinject.operators.probes.answer import refusal_of
 from ktinject.support import Support
 
@@ -71,7 +70,7 @@ def of_layer(layer: nn.Module, names: LayerNames, gives_more: bool) -> Sums | Su
 
     children = {name: Stub(noting(name), names_kept=name == names.attention) for name in functions}
     x = random(1, 2, 8, seed=11).double()
-    arguments = dict.fromkeys(("attention_mask", "position_ids", compat.CACHE, "position_embeddings"))
+    arguments = dict.fromkeys(ARGUMENTS)
     try:
         found = run_twin(layer, children, x, use_cache=True, **arguments)
     except Exception as error:  # transformers' own code, given what it may not be made for

@@ -15,7 +15,7 @@ from test_native_decoder import (
 )
 from test_native_gates import derived, made
 from test_native_kimi import linear
-from test_native_windows import assert_native, taking_turns
+from test_native_windows import assert_lookup_changes_no_token, assert_native, assert_steps_take_turns
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -137,24 +137,14 @@ def test_a_request_that_raises_leaves_the_index_as_it_was() -> None:
 
 def test_several_tokens_of_a_text() -> None:
     model, _ = made(FAMILY, **SURE)
-    ids = torch.tensor([[5, 6, 7, 8] * 5])
-    arguments = {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "eos_token_id": None,
-    }  # fmt: skip
-    want = model.generate(**arguments)
-    found = model.generate(**arguments, prompt_lookup_num_tokens=3)
-    assert "lookup" in model.ktinject_decoding.last and not model.ktinject_decoding.reason
-    assert torch.equal(found, want)
+    assert_lookup_changes_no_token(model)
 
 
 def test_steps_take_turns_with_the_model_s_own() -> None:
     model, _ = made(FAMILY, **SURE)
     arguments = {**prompt(1, padding=2), "eos_token_id": None}
     model.generate(**arguments)
-    streamer, calls = taking_turns(model)
-    found = model.generate(**arguments, streamer=streamer)
-    assert calls[0] == 12
-    assert_same_but_for_roundings(model, arguments, found, stock(model, **arguments))
+    assert_steps_take_turns(model, arguments)
 
 
 def test_padding_for_a_whole_block_stays_with_the_model() -> None:

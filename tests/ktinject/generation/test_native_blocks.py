@@ -17,7 +17,7 @@ from test_native_decoder import (
 )
 from test_native_gates import derived, made
 from test_native_kimi import linear
-from test_native_windows import assert_native
+from test_native_windows import assert_lookup_changes_no_token, assert_native
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache
@@ -86,14 +86,7 @@ def test_two_turns(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_tokens_of_a_text(family: str) -> None:
     model, _ = made(family, **FAMILIES[family])
-    ids = torch.tensor([[5, 6, 7, 8] * 5])
-    arguments = {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "eos_token_id": None,
-    }  # fmt: skip
-    want = model.generate(**arguments)
-    found = model.generate(**arguments, prompt_lookup_num_tokens=3)
-    assert "lookup" in model.ktinject_decoding.last and not model.ktinject_decoding.reason
-    assert torch.equal(found, want)
+    assert_lookup_changes_no_token(model)
 
 
 @pytest.mark.skipif("axk1" not in AVAILABLE, reason="transformers has no axk1")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from test_generate import prompt, stock
 from test_layer_kinds import HostDecisions, request
-from test_native_decoder import INT8_TOLERANCE, assert_same_but_for_roundings, assert_same_tokens, difference
+from test_native_decoder import INT8_TOLERANCE, assert_same_tokens, difference
 from test_native_gates import derived, made
 from test_native_kimi import linear
-from test_native_windows import assert_native, taking_turns
+from test_native_windows import assert_native, assert_steps_take_turns
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -102,10 +102,7 @@ def test_steps_take_turns_with_the_model_s_own() -> None:
     arguments = {**prompt(1, padding=2), "eos_token_id": None}
     model.generate(**arguments)
     assert_native(model)
-    streamer, calls = taking_turns(model)
-    found = model.generate(**arguments, streamer=streamer)
-    assert calls[0] == 12
-    assert_same_but_for_roundings(model, arguments, found, stock(model, **arguments))
+    assert_steps_take_turns(model, arguments)
 
 
 def test_rates_that_are_changed_are_seen() -> None:

@@ -15,7 +15,7 @@ from test_native_decoder import (
     assert_as_exact_as_its_own,
     assert_same_tokens,
 )
-from test_native_windows import assert_native
+from test_native_windows import assert_lookup_changes_no_token, assert_native
 from torch import Tensor, nn
 
 from ktinject import _native
@@ -97,14 +97,7 @@ def test_tokens_are_the_stock_loop_s(family: str, changes: dict[str, Any], case:
 def test_several_tokens_of_a_text(family: str) -> None:
     """Those that are taken back leave rings of values as they were."""
     model, _ = made(family, **FAMILIES[family])
-    ids = torch.tensor([[5, 6, 7, 8] * 5])
-    arguments = {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "eos_token_id": None,
-    }  # fmt: skip
-    want = model.generate(**arguments)
-    found = model.generate(**arguments, prompt_lookup_num_tokens=3)
-    assert "lookup" in model.ktinject_decoding.last and not model.ktinject_decoding.reason
-    assert torch.equal(found, want)
+    assert_lookup_changes_no_token(model)
 
 
 # Of what the steps were made of: a family, a holder, an attribute of it, and another value.

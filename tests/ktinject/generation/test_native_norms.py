@@ -13,7 +13,7 @@ from answers import made
 from test_generate import prompt, stock
 from test_native_decoder import INT8_TOLERANCE, assert_as_exact_as_its_own, varied
 from test_native_gates import derived, packed
-from test_native_windows import assert_native
+from test_native_windows import assert_lookup_changes_no_token, assert_native
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma4Config, Gemma4ForConditionalGeneration
 
@@ -125,12 +125,7 @@ def test_two_turns_and_several_tokens_of_a_text(family: str) -> None:
         mask = torch.ones_like(ids)
         mask[:, :9] = prompt(2)["attention_mask"]
         arguments |= {"input_ids": ids, "attention_mask": mask}
-    ids = torch.tensor([[5, 6, 7, 8] * 5])
-    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 24}
-    want = model.generate(**arguments, eos_token_id=None)
-    found = model.generate(**arguments, eos_token_id=None, prompt_lookup_num_tokens=3)
-    assert "lookup" in model.ktinject_decoding.last and not model.ktinject_decoding.reason
-    assert torch.equal(found, want)
+    assert_lookup_changes_no_token(model)
 
 
 def test_the_language_part_of_a_model_with_images() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_generate import prompt, stock
 from test_native_decoder import assert_same_but_for_roundings, assert_same_tokens
-from test_native_windows import assert_native, taking_turns
+from test_native_windows import assert_native, assert_steps_take_turns
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -118,10 +118,7 @@ def test_steps_take_turns_with_the_model_s_own(model: PreTrainedModel) -> None:
     arguments = {**prompt(1, padding=2), "eos_token_id": None}
     model.generate(**arguments)
     assert_native(model)
-    streamer, calls = taking_turns(model)
-    found = model.generate(**arguments, streamer=streamer)
-    assert calls[0] == 12
-    assert_same_but_for_roundings(model, arguments, found, stock(model, **arguments))
+    assert_steps_take_turns(model, arguments)
 
 
 def test_a_cache_of_the_callers(model: PreTrainedModel) -> None:

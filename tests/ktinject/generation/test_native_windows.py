@@ -130,16 +130,33 @@ def taking_turns(model: PreTrainedModel) -> tuple[EverySecond, list[int]]:
     return EverySecond(change), calls
 
 
+def assert_steps_take_turns(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Every second step of a request for 24 tokens is the model's own."""
+    streamer, calls = taking_turns(model)
+    found = model.generate(**arguments, streamer=streamer)
+    assert calls[0] == 12
+    assert_same_but_for_roundings(model, arguments, found, stock(model, **arguments))
+
+
+def assert_lookup_changes_no_token(model: PreTrainedModel) -> None:
+    """Of a text that repeats itself, where candidates are tried and some taken back."""
+    ids = torch.tensor([[5, 6, 7, 8] * 5])
+    arguments = {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "eos_token_id": None,
+    }  # fmt: skip
+    want = model.generate(**arguments)
+    found = model.generate(**arguments, prompt_lookup_num_tokens=3)
+    assert "lookup" in model.ktinject_decoding.last and not model.ktinject_decoding.reason
+    assert torch.equal(found, want)
+
+
 @pytest.mark.parametrize("family, window", CASES[1:])
 def test_steps_take_turns_with_the_model_s_own(family: str, window: int) -> None:
     model = model_of(family, window)
     arguments = {**prompt(1, padding=2), "eos_token_id": None}
     assert_same_tokens(model, arguments)
     assert_native(model)
-    streamer, calls = taking_turns(model)
-    found = model.generate(**arguments, streamer=streamer)
-    assert calls[0] == 12
-    assert_same_but_for_roundings(model, arguments, found, stock(model, **arguments))
+    assert_steps_take_turns(model, arguments)
 
 
 class TestWhatChanges:
