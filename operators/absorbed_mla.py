@@ -52,7 +52,8 @@ class AbsorbedMlaConfig(Config):
 
 @register_operator("absorbed_mla")
 class AbsorbedMla(Operator):
-    """DeepSeek's latent attention, also with an indexer that chooses the places to attend to (DeepSeek-V3.2, GLM-5).
+    """DeepSeek's latent attention, also with an indexer that chooses the places to attend to (DeepSeek-V3.2, GLM-5), or
+    with queries that are multiplied with a function of their position (Mistral 4).
     For each token it caches the latent and one rotary key, in transformers' caches, where an indexer keeps its own.
 
     The operator holds no weights. The attention's linears and norms stay under their names, and other rules may
@@ -132,10 +133,11 @@ class AbsorbedMla(Operator):
                              causal for several, which are then the first
         kwargs               the cache, any of transformers' with keys and values of their own widths; of packed
                              requests, what `Packed` reads: each half of a token's latent and key is cached as a head,
-                             for the paged cache has keys and values of one width; and for a layer that goes by another
-                             one's choice, the places that this has chosen [b, m, k]
-        Raises               OperatorError for another mask, if attention weights are asked for, or if there is no mask
-                             or choice where places are chosen
+                             for the paged cache has keys and values of one width; for a layer that goes by another
+                             one's choice, the places that this has chosen [b, m, k]; and where queries depend on them,
+                             the tokens' position_ids [b or 1, m]
+        Raises               OperatorError for another mask, if attention weights are asked for, if there is no mask or
+                             choice where places are chosen, or no positions where queries depend on them
         """
         if kwargs.get("output_attentions"):
             raise OperatorError("absorbed_mla: attention weights are not kept. Leave output_attentions out.")
@@ -151,6 +153,8 @@ class AbsorbedMla(Operator):
         latent = self.kv_a_layernorm(latent)
         both = attention.rotate(spec.rope, torch.cat([q_rope, k_rope], 1), position_embeddings)
         q_rope, k_rope = both.split([spec.num_heads, 1], 1)
+        if spec.tuned is not None:
+            q_nope, q_rope = _tuned(spec.tuned, (q_nope, q_rope), kwargs.get("position_ids"))
         packed = Packed.of(kwargs)
         if packed is not None:
             latent, k_rope = self._paged(packed, latent, k_rope)
@@ -306,6 +310,17 @@ def _scores(q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, scaling: 
         return (scores if exact else scores.float()) * scaling
     scores = torch.bmm(q, latent.mT, out_dtype=torch.float32)
     return torch.baddbmm(scores, q_rope, k_rope.mT, beta=scaling, alpha=scaling, out_dtype=torch.float32)
+
+
+def _tuned(by: tuple[float, float], parts: tuple[Tensor, Tensor], positions: Any) -> list[Tensor]:
+    """Parts of queries [b, heads, m, …] times what their positions [b or 1, m] say."""
+    b, _, m, _ = parts[0].shape
+    if not isinstance(positions, Tensor) or positions.shape not in ((b, m), (1, m)):
+        shape = tuple(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
+        raise OperatorError(
+            f"absorbed_mla: position_ids: found {shape}; allowed: a tensor {(b, m)}. Queries depend on them."
+        )
+    return [attention.tuned(by, part, positions) for part in parts]
 
 
 def _check_mask(mask: Any, b: int, m: int, s: int) -> None:

@@ -26,6 +26,8 @@ from ktinject.support import Support
 _NARROW = ("fc1_latent_proj", "fc2_latent_proj")
 # A norm of what a block gives, within it, as A.X-K1 calls it.
 _NORM_BEHIND = "post_mlp_layernorm"
+# Blocks in one that has experts for text and others for images, as ERNIE-4.5-VL calls them.
+_OF_TEXT, _OF_IMAGES = "text_moe", "vision_moe"
 # A router as large as DeepSeek-V3's takes a while to try.
 _routings: Memory[dict[str, Any] | Support] = Memory(most=64)
 _gatings: Memory[Gating | Support] = Memory(most=64)
@@ -109,7 +111,7 @@ class DenseSpec:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """The routed experts' sum, and the shared experts' output on top.
+    """The routed experts' sum, and the shared experts' output on top; of a block with others for images, on text.
 
     experts      path of the routed experts
     shared       None: there are none
@@ -145,7 +147,8 @@ FeedForwardSpec = DenseSpec | MoeSpec | OtherFeedForward
 
 def of_feed_forward(module: nn.Module) -> FeedForwardSpec:
     """The spec of a feed-forward part, with an empty path; those of its parts are relative to it."""
-    found = of_moe(module) if hasattr(module, "experts") else of_dense(module)
+    has_experts = hasattr(module, "experts") or hasattr(module, _OF_TEXT)
+    found = of_moe(module) if has_experts else of_dense(module)
     return OtherFeedForward("", found.reason) if isinstance(found, Support) else found
 
 
@@ -186,6 +189,10 @@ def of_dense(module: nn.Module) -> DenseSpec | Support:
 def of_moe(block: nn.Module) -> MoeSpec | Support:
     """The spec of a Mixture-of-Experts block, or why it has none."""
     names = {name for name, _ in block.named_children()}
+    within = _OF_TEXT if {_OF_TEXT, _OF_IMAGES} <= names else ""
+    holder = block.get_submodule(within)
+    if within:
+        names = names - {_OF_TEXT, _OF_IMAGES} | {name for name, _ in holder.named_children()}
     gate = "router" if "gate" not in names else "gate"
     shared = sorted(names & {"shared_experts", "shared_expert", "shared_mlp"})
     gated = names & {"shared_expert_gate"}
@@ -205,16 +212,17 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
     dense = of_dense(block.get_submodule(shared[0])) if shared else None
     if isinstance(dense, Support):
         return dense
-    found = _routing(block, gate, _plain_router(block.get_submodule(gate)), (*shared, *gated), narrow, norm)
+    found = _routing(block, within, gate, (*shared, *gated), narrow, norm)
     if isinstance(found, Support):
         return found
     found = dict(found)
     factors = found.pop("factors")
+    inside = f"{within}." if within else ""
     return MoeSpec(
         path="",
-        router=RouterSpec(gate, **found),
+        router=RouterSpec(inside + gate, **found),
         factors=factors,
-        experts="experts",
+        experts=inside + "experts",
         shared=None if dense is None else replace(dense, path=shared[0]),
         shared_gate="shared_expert_gate" if gated else None,
         narrow=narrow,
@@ -224,22 +232,27 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
 
 def _routing(
     block: nn.Module,
+    within: str,
     name: str,
-    router: nn.Module,
     shared: tuple[str, ...],
     narrow: tuple[str, ...],
     norm: str | None,
 ) -> dict[str, Any] | Support:
-    alone = twin.of(block)
-    vars(alone)["_modules"] = {}
-    key = (key_of(alone), name, key_of(router), shared, narrow, norm)
-    if getattr(getattr(block.get_submodule("experts"), "spec", None), "takes_rows", False):
-        if norm is not None or len(shared) > 1 or narrow:
+    """What `router_probes.routing` says, once. within: the path of what holds router and experts."""
+    holder = block.get_submodule(within)
+    router = _plain_router(holder.get_submodule(name))
+    alone = [twin.of(block), twin.of(holder)]
+    for one in alone:
+        vars(one)["_modules"] = {}
+    key = (*map(key_of, alone), within, name, key_of(router), shared, narrow, norm)
+    if getattr(getattr(holder.get_submodule("experts"), "spec", None), "takes_rows", False):
+        if norm is not None or len(shared) > 1 or narrow or within:
             return Support.no(f"its {type(block).__name__} has more around experts that take rows")
         beside = shared[0] if shared else None
         return _routings.once((key, "rows"), lambda: router_kinds.scaled_inputs(block, name, router, beside))
     return _routings.once(
-        key, lambda: router_probes.routing(block, name, router, *shared, narrow=narrow, norm=norm)
+        key,
+        lambda: router_probes.routing(block, name, router, *shared, narrow=narrow, norm=norm, within=within),
     )
 
 

@@ -31,6 +31,7 @@ def routing(
     *,
     narrow: Sequence[str] = (),
     norm: str | None = None,
+    within: str = "",
 ) -> dict[str, Any] | Support:
     """How a Mixture-of-Experts block chooses its experts: `RouterSpec` without its path.
 
@@ -39,10 +40,12 @@ def routing(
     shared  the child whose output is added, times the sigmoid of the child `shared_gate`
     narrow  children that lead to the experts and back
     norm    the child that all of it is given to at last
+    within  the child that holds the router and the experts, if the block itself does not
     """
+    holder = block.get_submodule(within)
     parameters, buffers = dict(router.named_parameters()), dict(router.named_buffers())
     weight_path = _weight_path(router)
-    outer = dict(block.named_buffers(recurse=False)) | dict(block.named_parameters(recurse=False))
+    outer = dict(holder.named_buffers(recurse=False)) | dict(holder.named_parameters(recurse=False))
     corrections = [path for path in (*parameters, *buffers, *outer) if path.endswith(_CORRECTIONS)]
     beside = parameters.keys() - {weight_path, "bias", *corrections}
     if weight_path is None or beside or ("bias" in parameters and weight_path != "weight"):
@@ -72,10 +75,13 @@ def routing(
     def run(x: Tensor, dtype: torch.dtype, weight: Tensor = weight) -> Tensor:
         own = {weight_path: weight.to(dtype), "bias": bias.to(dtype), **drawn}
         held = _by_children(router, {path: tensor for path, tensor in own.items() if path not in outer})
-        children = {
+        children: dict[str, Any] = {
             name: Stub(lambda x, *given: run_twin(router, held, x, *given)),
             "experts": Stub(taken),
         }
+        of_holder = {path: drawn[path] for path in outer}
+        if within:
+            children, of_holder = {within: twin.of(holder, children, of_holder)}, {}
         if shared is not None:
             children[shared] = Stub(torch.cos)
         if shared_gate is not None:
@@ -83,7 +89,7 @@ def routing(
         children |= dict(zip(narrow, (Stub(torch.sin), Stub(torch.atan))))
         if norm is not None:
             children[norm] = Stub(normed)
-        out = run_twin(block, {**children, **{path: drawn[path] for path in outer}}, x)
+        out = run_twin(block, {**children, **of_holder}, x)
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found
 
@@ -210,7 +216,7 @@ def _explained(
     correction   [e], is added for the choice
     """
     found = torch.zeros_like(logits).scatter_add(1, ids, weights.float())
-    groups, top_groups = (int(getattr(router, name, 1)) for name in ("num_group", "topk_group"))
+    groups, top_groups = (int(getattr(router, name, None) or 1) for name in ("num_group", "topk_group"))
     top_k, named = ids.shape[1], bool(getattr(router, "norm_topk_prob", True))
     for kind in ("sigmoid", "softmax"):
         scores = logits.sigmoid() if kind == "sigmoid" else logits.softmax(-1)

@@ -137,6 +137,16 @@ void mask_of_ring(const uint8_t* mask, int position, int window, bool chunked, u
   for (int back = seen; back < window; ++back) out[(position - back) % window] = 0;
 }
 
+// values *= what queries at a position are tuned by, rounded where `rounds`; as `tuned_every` and `tuned_factor` have
+// it.
+void tune(float position, float every, float factor, DType dtype, bool rounds, std::span<float> values) {
+  const gemm::StepOps& ops = gemm::step_ops();
+  float times = std::log1p(std::floor(position / every)) * factor + 1;
+  if (rounds) ops.round(&times, 1, dtype);
+  for (float& value : values) value *= times;
+  ops.round(values.data(), static_cast<int>(values.size()), dtype);
+}
+
 }  // namespace
 
 std::vector<float> Undo::cut(int kept, std::initializer_list<int> parts) {
@@ -246,12 +256,9 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
       if (config_.gated) std::copy(one + size, one + 2 * size, gate + product(row * heads + h, size));
       float* query = q + product(row * heads + h, size);
       std::copy(head + size, head + 2 * size, query);
-      if (config_.tuned_every > 0) {
-        const float position = static_cast<float>(step.position_of(row)) + 1;
-        const float times = std::log1p(std::floor(position / config_.tuned_every)) * config_.tuned_factor + 1;
-        for (int i = 0; i < size; ++i) query[i] *= times;
-        ops.round(query, size, step.dtype);
-      }
+      if (config_.tuned_every > 0)
+        tune(static_cast<float>(step.position_of(row)) + 1, config_.tuned_every, config_.tuned_factor, step.dtype,
+             false, {query, static_cast<size_t>(size)});
     }
     for (int g = 0; g < groups; ++g) {
       float* one = k + product(row * groups + g, size);
@@ -436,6 +443,7 @@ LatentAttention::LatentAttention(LatentAttentionConfig config) : config_(config)
   expect(config_.kv, config_.rank + config_.rope, "kv_a_proj_with_mqa");
   if (config_.kv_norm.size != config_.rank)
     throw std::invalid_argument("attention: the latent's norm has another size");
+  if (config_.tuned_every < 0) throw std::invalid_argument("attention: queries tuned by less than one position");
   if (config_.indexer != nullptr && (config_.q != nullptr || !config_.chooses))
     throw std::invalid_argument("attention: an indexer takes a low-rank query, and attention goes by its choice");
 }
@@ -590,7 +598,7 @@ void LatentAttention::write(int row, const float* kv, const Step& step, const Pl
   ops.store(latent + rank, rope, step.dtype, at(cache.second.data, slot * static_cast<size_t>(rope), step));
 }
 
-void LatentAttention::absorb(const float* q, const Step& step, float* query) const {
+void LatentAttention::absorb(float* q, const Step& step, float* query) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, wide = rank + config_.rope;
   const runtime::Session session;
@@ -598,10 +606,16 @@ void LatentAttention::absorb(const float* q, const Step& step, float* query) con
   each(*session, serial, heads, [&](int h, int) {
     const void* w = at(const_cast<void*>(config_.expansion), product(h, nope + config_.value, rank), step);
     for (int row = 0; row < step.batch; ++row) {
-      const float* from = q + product(row * heads + h, nope + config_.rope);
+      float* from = q + product(row * heads + h, nope + config_.rope);
       float* to = query + product(row * heads + h, wide);
-      ops.times_rows(from, w, nope, rank, step.dtype, to);
       rotate(from + nope, step, row, to + rank);
+      if (config_.tuned_every > 0) {
+        const auto position = static_cast<float>(step.own_position(row));
+        for (auto [part, size] : {std::pair{from, nope}, {to + rank, config_.rope}})
+          tune(position, config_.tuned_every, config_.tuned_factor, step.dtype, true,
+               {part, static_cast<size_t>(size)});
+      }
+      ops.times_rows(from, w, nope, rank, step.dtype, to);
     }
   });
 }

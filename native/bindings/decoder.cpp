@@ -508,7 +508,7 @@ void def_attention(nb::module_& m) {
           [](attention::LatentAttention* self, const gemm::Linear* q, const gemm::Linear* q_a, const HeldNorm* q_norm,
              const gemm::Linear* q_b, const gemm::Linear& kv, const HeldNorm& kv_norm, Input expansion,
              const gemm::Linear& o, int heads, int rank, int nope, int rope, int value, bool neighbours, float scale,
-             bool stays, const attention::Indexer* indexer, bool chooses) {
+             bool stays, const attention::Indexer* indexer, bool chooses, float tuned_every, float tuned_factor) {
             if (expansion.shape(0) != static_cast<size_t>(heads) * static_cast<size_t>(nope + value) ||
                 expansion.shape(1) != static_cast<size_t>(rank))
               throw std::invalid_argument("attention: kv_b_proj's weight has another shape");
@@ -531,15 +531,17 @@ void def_attention(nb::module_& m) {
             config.stays = stays;
             config.indexer = indexer;
             config.chooses = chooses;
+            config.tuned_every = tuned_every;
+            config.tuned_factor = tuned_factor;
             new (self) attention::LatentAttention(config);
           },
           nb::kw_only(), nb::arg("q").none(), nb::arg("q_a").none(), nb::arg("q_norm").none(), nb::arg("q_b").none(),
           nb::arg("kv"), nb::arg("kv_norm"), nb::arg("expansion"), nb::arg("o"), nb::arg("heads"), nb::arg("rank"),
           nb::arg("nope"), nb::arg("rope"), nb::arg("value"), nb::arg("neighbours"), nb::arg("scale"),
           nb::arg("stays") = false, nb::arg("indexer").none() = nb::none(), nb::arg("chooses") = false,
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(),
-          nb::keep_alive<1, 18>());
+          nb::arg("tuned_every") = 0.0f, nb::arg("tuned_factor") = 0.0f, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
+          nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 18>());
 }
 
 void def_decoder(nb::module_& m) {

@@ -7,7 +7,7 @@ and without a cache; only where both agree is the module served.
 DeepSeek-V3.2's attention holds an indexer, which gives the places that each token attends to; GLM-5's may be given
 those of a layer before. What the indexer computes is its own affair.
 
-    q            = q_b(norm(q_a(x))) or q_proj(x), a head: [q_nope, rope(q_rope)]
+    q            = q_b(norm(q_a(x))) or q_proj(x), a head: [q_nope, rope(q_rope)], or that times what its position says
     latent, k    = norm(first kv_lora_rank of kv_a(x)), rope(the rest of it, one for all heads)   ← what is cached
     k_nope, v    = kv_b(latent), a head
     out          = o(softmax(scaling * (q_nope · k_nope + q_rope · k)) v)     over the chosen places, or all
@@ -53,6 +53,8 @@ _TOLERANCE = Tolerance(
 )
 # A position at which families that scale by it do so.
 _FAR = 20_000
+# What their configs call the steps of that, and how much each counts.
+_STEPS = ("original_max_position_embeddings", "llama_4_scaling_beta")
 
 QUERY = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj")
 LATENT = ("kv_a_proj_with_mqa", "kv_a_layernorm")
@@ -75,6 +77,7 @@ class LatentSpec:
     dropout   of attention weights, in training
     chooses   whose choice of places it attends to: of its own indexer, or one that it is given; none: all places
     hands_on  its forward returns that choice behind its output and the weights
+    tuned     (e, f) of queries that are multiplied with 1 + f · log(1 + floor(position / e)); or none
     """
 
     num_heads: int
@@ -89,6 +92,7 @@ class LatentSpec:
     dropout: float
     chooses: Literal["none", "own", "given"] = "none"
     hands_on: bool = False
+    tuned: tuple[float, float] | None = None
 
 
 def rotate(kind: str, x: Tensor, positions: Positions) -> Tensor:
@@ -107,6 +111,13 @@ def rotate(kind: str, x: Tensor, positions: Positions) -> Tensor:
     cos, sin = (table[:, None, :, :n] for table in positions)
     a, b = (x[..., ::2], x[..., 1::2]) if kind == "neighbours" else (x[..., :n], x[..., n:])
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def tuned(by: tuple[float, float], q: Tensor, positions: Tensor) -> Tensor:
+    """Queries q [b, heads, m, n] at positions [b or 1, m], as `LatentSpec.tuned` says."""
+    every, factor = by
+    times = 1 + factor * torch.log(1 + torch.floor(positions / every))
+    return q * times[:, None, :, None].to(q.dtype)
 
 
 def attended(mask: Tensor, chosen: Tensor) -> Tensor:
@@ -131,6 +142,7 @@ def formula(
     attention_mask: Tensor,
     cache: Cache | None,
     chosen: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The formula above on the module's children: hidden_states [b, m, hidden] → [b, m, hidden], and the choice.
 
@@ -150,6 +162,9 @@ def formula(
     )
     latent = module.kv_a_layernorm(latent)
     q_rope, k_rope = (rotate(spec.rope, part, position_embeddings) for part in (q_rope, k_rope))
+    if spec.tuned is not None:
+        assert position_ids is not None
+        q_nope, q_rope = (tuned(spec.tuned, part, position_ids) for part in (q_nope, q_rope))
     if cache is not None:
         latent, k_rope = cache.update(latent, k_rope, spec.layer_idx)
     kv = module.kv_b_proj(latent[:, 0]).unflatten(-1, heads).transpose(1, 2)
@@ -206,15 +221,17 @@ def probe(module: nn.Module) -> LatentSpec | Support:
             small = twin.small(module, _SMALL, layout.layer_idx)
     except Exception as error:  # transformers' own code on sizes that it may not be made for
         return refusal_of(error, "a small copy of it cannot be built")
-    rope = _shared_rope(small)
-    return rope if isinstance(rope, Support) else dataclasses.replace(layout, rope=rope)
+    found = _shared_way(small)
+    return found if isinstance(found, Support) else dataclasses.replace(layout, rope=found[0], tuned=found[1])
 
 
-_ropes: Memory[str | PassingRefusal | None] = Memory()
+# The kind of rotary embedding, and what queries are multiplied with.
+_Way = tuple[str, tuple[float, float] | None]
+_ways: Memory[_Way | PassingRefusal | None] = Memory()
 
 
-def _shared_rope(small: nn.Module) -> str | Support:
-    """`_rope`, found once for small copies that differ in nothing but the index of their layer.
+def _shared_way(small: nn.Module) -> _Way | Support:
+    """`_way`, found once for small copies that differ in nothing but the index of their layer.
 
     They share the answer if it is found while the index is hidden: then it cannot depend on it. What the class made of
     the index when the copy was built, such as a window in some layers, are attributes, and tell copies apart.
@@ -224,33 +241,51 @@ def _shared_rope(small: nn.Module) -> str | Support:
     for holder in holders:
         vars(holder)["layer_idx"] = _HIDDEN
 
-    def rope() -> str | PassingRefusal | None:
-        found = _rope(small)
-        return found if isinstance(found, (str, PassingRefusal)) else None
+    def way() -> _Way | PassingRefusal | None:
+        found = _way(small)
+        return found if isinstance(found, (tuple, PassingRefusal)) else None
 
-    found = _ropes.once(key_of(small), rope)
+    found = _ways.once(key_of(small), way)
     for holder in holders:
         vars(holder)["layer_idx"] = index
-    return _rope(small) if found is None else found
+    return _way(small) if found is None else found
 
 
-def _rope(small: nn.Module) -> str | Support:
-    """The kind of rotary embedding with which the formula is what a small copy computes."""
+def _tuned_by(config: Any) -> tuple[float, float] | None:
+    """What a config says that queries are multiplied with."""
+    said = getattr(config, "rope_parameters", None)
+    every, factor = (said.get(name) if isinstance(said, dict) else None for name in _STEPS)
+    if not isinstance(every, (int, float)) or not isinstance(factor, (int, float)) or every < 1:
+        return None
+    return (float(every), float(factor)) if factor else None
+
+
+def _way(small: Any) -> _Way | Support:
+    """With which the formula is what a small copy computes."""
     sizes = _layout(small)
     if isinstance(sizes, Support):
         return sizes
     differences = []
     failed: Support | None = None
-    for rope in ("halves", "neighbours", "complex", "none"):
+    by = _tuned_by(small.config)
+    ways: list[_Way] = [
+        (rope, one)
+        for one in ((None,) if by is None else (None, by))
+        for rope in ("halves", "neighbours", "complex", "none")
+    ]
+    # Beside a place far behind: where what queries are multiplied with is first another, and where nothing is.
+    starts = (_FAR,) if by is None else (_FAR, max(0, int(by[0]) - 3), 0)
+    for rope, one in ways:
+        spec = dataclasses.replace(sizes, rope=rope, tuned=one)
         try:
-            differences.append(_difference(small, dataclasses.replace(sizes, rope=rope)))
+            differences.append(max(_difference(small, spec, start) for start in starts))
         except Exception as error:  # transformers' own code, given what it may not be made for
             failed = refusal_of(error, "a small copy of it does not run")
             if isinstance(failed, PassingRefusal):
                 return failed
             continue
         if _TOLERANCE.allows(differences[-1]):
-            return rope
+            return rope, one
     if failed is not None and not differences:
         return failed
     return Support.no(
@@ -315,8 +350,9 @@ def _layout(module: nn.Module) -> LatentSpec | Support:
 
 
 @torch.no_grad()
-def _difference(module: nn.Module, spec: LatentSpec) -> float:
-    """The greatest difference of outputs and of what is cached, on two sequences, a prompt and the token after it.
+def _difference(module: nn.Module, spec: LatentSpec, far: int) -> float:
+    """The greatest difference of outputs and of what is cached, on two sequences, a prompt and the token after it, of
+    which the first is at a position so far behind.
 
     What is cached is not compared where a module caches heads' keys and values (transformers 5.17, with an index).
     """
@@ -340,7 +376,7 @@ def _difference(module: nn.Module, spec: LatentSpec) -> float:
             "hidden_states": x[:, start:stop],
             "position_embeddings": positions,
             "attention_mask": mask[:, :, start:stop, :stop],
-            "position_ids": torch.arange(_FAR + start, _FAR + stop).expand(2, -1),
+            "position_ids": torch.arange(far + start, far + stop).expand(2, -1),
             **({GIVEN: given[:, start:stop]} if spec.hands_on else {}),
         }
 

@@ -41,6 +41,18 @@ GLM = {
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 HALF_MROPE = {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 
+# Of Mistral 4, whose queries depend on their position; here from one that short texts reach.
+TUNED_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+    "partial_rotary_factor": 8 / 24,
+}
+
 # Two by two patches become one token.
 QWEN_VISION = {
     "depth": 2,
@@ -137,6 +149,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "moe_intermediate_size": [24, 24],
             "moe_num_experts": 6,
             "moe_k": 2,
+            "moe_num_shared_experts": 2,
             **DENSE_FIRST,
             "rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]},
         },
@@ -218,7 +231,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             **MLA,
             **SIGMOID_GROUPS,
             "n_group": 1,
+            "topk_group": 1,
             "first_k_dense_replace": 0,
+            "rope_parameters": TUNED_YARN,
         },
         {**CLIP_LIKE, "model_type": "pixtral", "head_dim": 16},
         {"image_token_index": IMAGE},
@@ -324,6 +339,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "num_key_value_heads": 4,
             "n_routed_experts": 6,
             "n_shared_experts": 1,
+            "routed_scaling_factor": 1.0,
         },
         {
             "sam_config": {**SAM, "downsample_channels": [16, 40]},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,24 @@ def test_refused(name: str, reason: str) -> None:
     path = r".*\.self_attn\.\d" if name == "longcat_flash" else r".*\.self_attn"
     with pytest.raises(PlanError, match=re.escape(reason)):
         ktinject.plan(tiny(name), rules(path))
+
+
+def test_queries_that_their_position_tunes() -> None:
+    """As Mistral 4 has them; they need positions, of every token."""
+    model, swapped = pair()
+    attention = swapped.model.layers[0].self_attn
+    attention.spec = replace(attention.spec, tuned=(4.0, 0.5))
+    x, rotation = torch.randn(2, 5, 40), (torch.ones(2, 5, 8), torch.zeros(2, 5, 8))
+    for positions in (None, torch.zeros(2, 4), torch.zeros(5)):
+        with pytest.raises(OperatorError, match=r"position_ids: found .*; allowed: a tensor \(2, 5\)"):
+            attention(x, position_embeddings=rotation, position_ids=positions)
+    found = [
+        attention(x, position_embeddings=rotation, position_ids=torch.arange(first, first + 5)[None])[0]
+        for first in (0, 1, 4)
+    ]
+    want = model.model.layers[0].self_attn(x, position_embeddings=rotation, attention_mask=None)[0]
+    assert torch.allclose(found[0][:, :4], want[:, :4], atol=1e-5)
+    assert [torch.allclose(found[0][:, 3], one[:, 3], atol=1e-4) for one in found] == [True, False, False]
 
 
 def test_refused_masks_and_requests() -> None:

@@ -233,6 +233,7 @@ def _latent(spec: LatentAttentionSpec, module: AbsorbedMla, dtype: torch.dtype) 
         raise UnknownLayer("the weight of its kv_b_proj is not contiguous")
     if latent.rope not in ("halves", "neighbours", "complex", "none"):
         raise UnknownLayer(f"it rotates by {latent.rope}")
+    tuned = latent.tuned or (0.0, 0.0)
     return _native.LatentAttention(
         q=None if low else linear(module, "q_proj"),
         q_a=linear(module, "q_a_proj") if low else None,
@@ -252,6 +253,8 @@ def _latent(spec: LatentAttentionSpec, module: AbsorbedMla, dtype: torch.dtype) 
         stays=latent.rope == "complex",
         indexer=None if spec.indexer is None else _indexer(spec.indexer, module.indexer, dtype),
         chooses=latent.chooses != "none",
+        tuned_every=tuned[0],
+        tuned_factor=tuned[1],
     )
 
 

@@ -96,7 +96,8 @@ class _Latent:
 
     @classmethod
     def of(cls, spec: LatentAttentionSpec, module: AbsorbedMla) -> _Latent | None:
-        if spec.latent.rope not in ("halves", "neighbours") or spec.latent.chooses != "none":
+        said = spec.latent
+        if said.rope not in ("halves", "neighbours") or said.chooses != "none" or said.tuned:
             return None
         if any(p.dtype == torch.float32 for p in module.parameters()):
             return None

@@ -162,6 +162,8 @@ class LayerStep:
             return None  # it has a step of its own, or none
         if spec.residual != 1.0 or spec.sums is not None or not unit.path:
             return None
+        if isinstance(unit, MoeSpec) and "." in unit.experts:
+            return None  # a block in a block, which gives logits along
         if spec.attention_behind or spec.feed_forward_behind:
             return None
         before, behind = norm_of(spec.input_norm, module), norm_of(spec.post_attention_norm, module)

@@ -6,6 +6,8 @@ from typing import Any
 
 import models
 import pytest
+import torch
+from models import multimodal
 from torch import Tensor, nn
 
 from ktinject.operators.probes import attention
@@ -19,13 +21,13 @@ LAYERS = 6
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The modules that are run, of classes that are not remembered."""
     found: list[nn.Module] = []
-    own = attention._rope
+    own = attention._way
 
-    def counted(small: nn.Module) -> str | Support:
+    def counted(small: nn.Module) -> Any:
         found.append(small)
         return own(small)
 
-    monkeypatch.setattr(attention, "_rope", counted)
+    monkeypatch.setattr(attention, "_way", counted)
     return found
 
 
@@ -94,3 +96,53 @@ def test_a_layer_that_computes_by_its_index_answers_for_itself(kind: type, runs:
     assert [isinstance(spec, LatentSpec) for spec in found] == [True] * 3 + [False] * 3
     assert all("something else than latent attention" in spec.reason for spec in found[3:])  # type: ignore[union-attr]
     assert len(runs) == LAYERS + 1, "once with the index hidden, then each"
+
+
+def tuning(base: type | None = None, **rope: Any) -> Any:
+    """Mistral 4's attention; base: a class to put before its own."""
+    if "mistral3" not in multimodal.AVAILABLE:
+        pytest.skip("this transformers has no mistral3")
+    said = {**multimodal.TUNED_YARN, "original_max_position_embeddings": 64, **rope}
+    module: Any = multimodal.tiny("mistral3", rope_parameters=said).model.language_model.layers[0].self_attn
+    kind = type("Attention", (type(module),) if base is None else (base, type(module)), {})
+    return kind(module.config, 0)
+
+
+def test_queries_that_their_position_tunes() -> None:
+    found = attention.probe(tuning(llama_4_scaling_beta=0.3))
+    assert isinstance(found, LatentSpec) and found.tuned == (64.0, 0.3)
+    none = attention.probe(tuning(llama_4_scaling_beta=0.0))
+    assert isinstance(none, LatentSpec) and none.tuned is None
+    q, positions = torch.ones(1, 2, 3, 4), torch.tensor([[63, 64, 640]])
+    times = attention.tuned((64.0, 0.3), q, positions)[0, 1, :, 2]
+    assert torch.allclose(times, 1 + 0.3 * torch.tensor([1.0, 2.0, 11.0]).log())
+
+
+class Later(nn.Module):
+    """Steps of tuning come so many positions later."""
+
+    by = 1
+
+    def forward(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
+        found: Any = super().forward(*args, position_ids=position_ids - self.by, **kwargs)
+        return found
+
+
+class MuchLater(Later):
+    by = 64
+
+
+class Never(nn.Module):
+    """Nothing is tuned, though the config says so."""
+
+    def forward(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
+        found: Any = super().forward(*args, position_ids=0 * position_ids, **kwargs)
+        return found
+
+
+def test_another_law_of_tuning_is_refused() -> None:
+    for kind in (Later, MuchLater):
+        found = attention.probe(tuning(kind, llama_4_scaling_beta=0.3))
+        assert isinstance(found, Support) and "something else than latent attention" in found.reason
+    plain = attention.probe(tuning(Never, llama_4_scaling_beta=0.3))
+    assert isinstance(plain, LatentSpec) and plain.tuned is None

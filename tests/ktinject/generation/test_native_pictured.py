@@ -1,0 +1,171 @@
+"""Native decode steps of models of text and images: Mistral 3 with Mistral 4 in it, ERNIE-4.5-VL and DeepSeek-OCR-2, on
+text and behind pictures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_generate import prompt, stock
+from test_native_decoder import INT8_TOLERANCE, assert_as_exact_as_its_own, doubled, varied
+from test_native_windows import assert_lookup_changes_no_token, assert_native
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import ktinject
+from ktinject.generation import feed_forward_spec, layer_spec
+from ktinject.generation.cpu.native_decoder import NativeDecoder
+from ktinject.generation.feed_forward_spec import MoeSpec
+from ktinject.generation.layer_spec import DecoderLayerSpec, LatentAttentionSpec
+from ktinject.support import Support
+from tests.models import multimodal
+
+torch.set_num_threads(1)
+# Steps of tuning are shorter than the texts.
+TUNED = {**multimodal.TUNED_YARN, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.7}
+PLAIN = {**TUNED, "llama_4_scaling_beta": 0.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral3": {"rope_parameters": TUNED},
+    "ernie4_5_vl_moe": {},
+    "deepseek_ocr2": {},
+}
+FAMILIES = {name: changes for name, changes in FAMILIES.items() if name in multimodal.AVAILABLE}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("mistral3", {"q_lora_rank": None}),
+    ("mistral3", {"rope_parameters": PLAIN, "norm_topk_prob": False}),
+    ("ernie4_5_vl_moe", {"moe_num_shared_experts": 0}),
+    ("deepseek_ocr2", {"routed_scaling_factor": 1.5}),
+]
+VARIANTS = [case for case in VARIANTS if case[0] in FAMILIES]
+
+
+def made(
+    family: str, weights: str = "bf16", dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """As that of answers.py, of a model of text and images; all experts are taken, so that none can turn over."""
+    config = {"num_experts_per_tok": 6, "moe_k": 6, **FAMILIES[family], **changes}
+    model, truth = (varied(doubled(multimodal.tiny(family, **config).bfloat16())).to(dtype) for _ in range(2))
+    variables = dict.fromkeys(("experts", "dense", "head"), weights)
+    swapped = ktinject.optimize(model, "auto", devices=["cpu"], variables=variables, progress=False)
+    return swapped, truth.float()
+
+
+def in_fp32(family: str, **changes: Any) -> PreTrainedModel:
+    """A swapped model whose steps differ from its own in last places alone."""
+    return made(family, "int8", torch.float32, **{"num_experts_per_tok": 2, "moe_k": 2, **changes})[0]
+
+
+def of_text(batch: int = 3, **arguments: Any) -> dict[str, Any]:
+    found = {**prompt(batch), "eos_token_id": None, **arguments}
+    found["input_ids"] = found["input_ids"].clamp(max=88)  # what is above stands for pictures
+    return found
+
+
+@pytest.mark.parametrize("family, changes", [*((name, {}) for name in FAMILIES), *VARIANTS], ids=str)
+def test_steps_are_as_exact_as_the_model_s_own(family: str, changes: dict[str, Any]) -> None:
+    assert_as_exact_as_its_own(*made(family, **changes))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_formats(weights: str, family: str) -> None:
+    assert_as_exact_as_its_own(*made(family, weights), INT8_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_in_fp32_are_the_stock_loop_s(family: str) -> None:
+    """Of text and behind pictures, also of rows with padding on their left, of a choice of experts."""
+    model = in_fp32(family)
+    pictures = [
+        {**multimodal.image_prompt(family, **more), "max_new_tokens": 10, "eos_token_id": None}
+        for more in ({"rows": 2, "padding": 3}, {})
+    ]
+    for arguments in (of_text(3), of_text(1), *pictures):
+        assert torch.equal(model.generate(**arguments), stock(model, **arguments))
+        assert_native(model)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", [{"cache_implementation": "static"}, {"prefill_chunk_size": 4}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_other_requests_are_the_stock_loop_s(family: str, case: dict[str, Any]) -> None:
+    model = in_fp32(family)
+    for batch in (3, 1):
+        arguments = of_text(batch, **case)
+        assert torch.equal(model.generate(**arguments), stock(model, **arguments))
+        assert_native(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_turns_and_several_tokens_of_a_text(family: str) -> None:
+    model = in_fp32(family)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    arguments = of_text(2, max_new_tokens=12)
+    first = arguments["attention_mask"]
+    for _ in range(2):
+        found = model.generate(**arguments, past_key_values=caches[0])
+        assert_native(model)
+        assert torch.equal(found, stock(model, **arguments, past_key_values=caches[1]))
+        ids = torch.cat([found, arguments["input_ids"][:, 4:]], dim=1).clamp(max=88)
+        mask = torch.cat([first, first.new_ones(2, ids.shape[1] - first.shape[1])], dim=1)
+        arguments |= {"input_ids": ids, "attention_mask": mask}
+    assert_lookup_changes_no_token(model)
+
+
+def layers_of(family: str, **changes: Any) -> list[DecoderLayerSpec]:
+    if family not in FAMILIES:
+        pytest.skip(f"transformers has no {family}")
+    model, _ = made(family, **changes)
+    found = [layer_spec.of_layer(layer) for layer in model.model.language_model.layers]
+    assert all(isinstance(spec, DecoderLayerSpec) for spec in found)
+    return found  # type: ignore[return-value]
+
+
+class TestSpecs:
+    def test_queries_that_their_position_tunes(self) -> None:
+        for changes, want in (({}, (5.0, 0.7)), ({"rope_parameters": PLAIN}, None)):
+            for spec in layers_of("mistral3", **changes):
+                assert isinstance(spec.attention, LatentAttentionSpec)
+                assert spec.attention.latent.tuned == want
+
+    def test_experts_for_text(self) -> None:
+        dense, sparse = layers_of("ernie4_5_vl_moe")
+        moe = sparse.feed_forward
+        assert not isinstance(dense.feed_forward, MoeSpec) and isinstance(moe, MoeSpec)
+        assert (moe.experts, moe.router.path) == ("text_moe.experts", "text_moe.gate")
+        assert moe.router.correction == "moe_statics.e_score_correction_bias"
+        assert moe.shared is not None and moe.shared.path == "shared_experts"
+
+    def test_a_block_that_takes_the_experts_for_images_is_refused(self) -> None:
+        block: Any = multimodal.tiny("ernie4_5_vl_moe").model.language_model.layers[1].mlp
+        assert isinstance(feed_forward_spec.of_moe(block), MoeSpec)
+        own = type(block).forward
+
+        class Other(type(block)):  # type: ignore[misc]
+            def forward(self, x: Tensor) -> Any:
+                return own(self, x, torch.ones(x.shape[:2], dtype=torch.int32))
+
+        block.__class__ = Other
+        assert isinstance(feed_forward_spec.of_moe(block), Support)
+
+
+class TestTuning:
+    def test_it_decides(self) -> None:
+        """Without it, and by other steps, tokens are others."""
+        model = in_fp32("mistral3")
+        found = model.generate(**of_text())
+        for attention in [one for one in model.modules() if hasattr(one, "absorbs")]:
+            attention.spec = replace(attention.spec, tuned=None)
+        model.ktinject_decoding.runners.clear()
+        assert NativeDecoder(model).support
+        assert not torch.equal(found, stock(model, **of_text()))
+
+    def test_less_than_one_position(self) -> None:
+        model = in_fp32("mistral3")
+        attention = next(one for one in model.modules() if hasattr(one, "absorbs"))
+        attention.spec = replace(attention.spec, tuned=(-1.0, 0.5))
+        assert "queries tuned by less than one position" in NativeDecoder(model).support.reason
