@@ -7,7 +7,9 @@ moe_peers.py, and given to its class for the rest: the copies to the CPU, the ho
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,6 +54,39 @@ class KtContract:
         made.cpu_infer, made.moe, made.kept = self.kernel.pool, packed.moe, packed
         self._pending[index] = False
         return made
+
+
+def take_over() -> None:
+    """Let kt-kernel compute what SGLang gives ktinject's plug-in, in this process: layers of random weights, with all
+    experts on the CPU.
+
+    The plug-in keeps what it mends of SGLang for models without experts on the GPU. What only its own layers can do is
+    left out: to choose experts within a submit, to guess at the next layer's, and to skip rows that pad a batch.
+    """
+    from ktinject.sglang import combine, guesses, routers, wrapper
+    from ktinject.sglang.weights import on_cpu
+
+    contracts: list[KtContract] = []
+
+    def load(self: Any, _: Tensor | None = None) -> None:
+        given = self.arguments
+        with on_cpu():
+            if not contracts:
+                # SGLang's graphs are of up to so many rows, and prompts of up to so many tokens.
+                contracts.append(KtContract(len(os.sched_getaffinity(0)), [*range(1, 33), 2048]))
+            random = weights(given.num_experts, given.hidden_size, given.intermediate_size)
+            self.peer = contracts[0].layer(given.layer_idx, given.method_name, *random, given.top_k)
+
+    def plain(_: Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    made: Any = wrapper.KTMoEWrapper
+    made.load_weights = load
+    made.submit_forward = lambda self, *given: self.peer.submit_forward(*given)
+    made.sync_forward = lambda self, *given: self.peer.sync_forward(*given)
+    combine._without_padding = plain
+    routers.submit = lambda *_: False  # type: ignore[assignment]
+    routers.leave_choices = guesses.connect = lambda _: None  # type: ignore[assignment]
 
 
 def _absent(*_: Any) -> None:

@@ -58,6 +58,7 @@ def drawn(model, *_, **__):
 
 
 def register():
+    import os
     import sys
 
     from ktinject.hf.on_import import when_imported
@@ -89,6 +90,10 @@ def register():
             print(f"# {len(given.held)} experts of a layer here, {_native.threads()} threads", flush=True)
 
     wrapper.KTMoEWrapper.load_weights = load_weights
+    if "KTINJECT_BENCH_PEER" in os.environ:
+        import sglang_peer
+
+        sglang_peer.take_over()
 """
 
 
@@ -101,9 +106,11 @@ def speed(given: argparse.Namespace) -> None:
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: filled\nVersion: 0\n")
     (made / "entry_points.txt").write_text("[sglang.srt.plugins]\nfilled = filled:register\n")
     sys.path.append(str(folder))
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder)]).strip(
-        os.pathsep
-    )
+    found = [os.environ.get("PYTHONPATH", ""), str(folder)]
+    if given.peer:
+        os.environ["KTINJECT_BENCH_PEER"] = "1"
+        found.append(str(Path(__file__).parent))
+    os.environ["PYTHONPATH"] = os.pathsep.join(found).strip(os.pathsep)
     os.environ.update(environ_of(given.apart))
     import sglang
 
@@ -125,7 +132,8 @@ def speed(given: argparse.Namespace) -> None:
         ),
     )
     print(
-        f"# {given.layers} layers, {given.own[0]} experts of each on the GPU, {given.tp} processes, started in "
+        f"# {'kt-kernel, ' if given.peer else ''}{given.layers} layers, {given.own[0]} experts of each on the GPU, "
+        f"{given.tp} processes, started in "
         f"{time.monotonic() - begun:.0f} s",
         flush=True,
     )
@@ -149,6 +157,7 @@ def speed(given: argparse.Namespace) -> None:
         took(1, 1, PROMPT)
         rates = [PROMPT / took(1, 1, PROMPT) for _ in range(given.turns)]
         print(f"a prompt of {PROMPT}: {statistics.median(rates):.0f} tokens/s", flush=True)
+    if given.device != "cpu" and not given.peer:
         running.start_profile(output_dir=str(folder), num_steps=24, activities=["GPU"], with_stack=False)
         took(1, 40)
         print(parts(trace_in(folder), given.layers), flush=True)
