@@ -151,6 +151,85 @@ void test_fetch() {
   check(!fetch_more(), "nothing is fetched for a pool that is gone");
 }
 
+// Calls that say what they read: workers that have nothing to do any more ask for what came behind a call the last time,
+// each for what its own tasks will read, also while other calls pass, and once.
+void test_foretold() {
+  using Memory = std::span<const std::byte>;
+  constexpr size_t kTasks = 45, kTask = 4096, kLast = 100;
+  constexpr int kThreads = 16;
+  static std::array<std::array<std::byte, kTasks * kTask>, 3> weights;
+  std::array<Reads, 3> reads;
+  // In one part; in two, of which the second one's tasks lie apart; and with a last task that reads less.
+  reads[0].add(weights[0].data(), kTasks * kTask, kTask);
+  reads[1].add(weights[1].data(), 5 * kTask, kTask);
+  reads[1].add(weights[1].data() + 5 * kTask, 20, kTask, 2 * kTask);
+  reads[2].add(weights[2].data(), 6 * kTask + kLast, kTask);
+  check(reads[0].tasks() == kTasks && reads[1].tasks() == 25 && reads[2].tasks() == 7, "tasks of all parts");
+  check(reads[1].of(4).data() == weights[1].data() + 4 * kTask && reads[1].of(24).size() == kTask &&
+            reads[1].of(24).data() == weights[1].data() + (5 + 19 * 2) * kTask,
+        "a part's tasks begin a stride from each other");
+  check(reads[2].of(6).size() == kLast && reads[2].of(5).size() == kTask, "the last task reads what is left");
+  check(throws<std::logic_error>([&] { Reads().add(weights[0].data(), 0, kTask); }), "a part has memory");
+  check(throws<std::logic_error>([&] {
+          Reads many;
+          for (size_t i = 0; i <= Reads::kMostParts; ++i) many.add(weights[0].data(), kTask, kTask);
+        }),
+        "parts that there is no room for");
+
+  set_threads(kThreads, true);
+  {
+    const Session workers;
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    std::atomic<int> ran{0};
+    const auto call = [&](size_t which) {
+      ran = 0;
+      workers->parallel_reads(reads[which], [&](int, int) { ++ran; });
+      check(ran == reads[which].tasks(), "all tasks run");
+    };
+    const auto told = [&](int worker) {
+      size_t bytes = 0;
+      for (const Memory& one : workers->told(worker)) bytes += one.size();
+      return bytes;
+    };
+    for (const size_t which : {0, 1, 2}) call(which);
+    for (const auto& [now, next] : {std::pair<size_t, size_t>{0, 1}, {1, 2}, {2, 0}}) {
+      const size_t before = workers->fetched();
+      call(now);
+      size_t all = 0;
+      for (int worker = 0; worker < kThreads; ++worker) {
+        const std::vector<Memory> own = workers->told(worker);
+        for (size_t turn = 0; turn < own.size(); ++turn) {
+          const Memory wanted = reads[next].of(worker + static_cast<int>(turn) * kThreads);
+          check(own[turn].data() == wanted.data() && own[turn].size() == wanted.size(), "a worker is told of its tasks");
+        }
+        all += worker == 0 ? 0 : told(worker);  // the caller has other things to do
+      }
+      check(all > 0, "the next call is foretold");
+      // Other calls pass, and what is left is asked for behind them.
+      for (int other = 0; other < 3; ++other) workers->parallel_for(64, [](int, int) {});
+      while (workers->fetched() < before + all && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+      check(workers->fetched() == before + all, "idle workers ask for all of it");
+      workers->parallel_for(64, [](int, int) {});
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      check(workers->fetched() == before + all, "and once");
+    }
+    call(2);  // another one than the last time
+    call(0);
+    call(2);
+    call(0);
+    check(workers->told(1)[0].data() == reads[2].of(1).data(), "what came behind a call the last time counts");
+  }
+  set_threads(1);
+  {
+    const Session workers;
+    const size_t before = workers->fetched();
+    for (int turn = 0; turn < 3; ++turn)
+      for (const Reads& one : reads) workers->parallel_reads(one, [](int, int) {});
+    check(workers->fetched() == before, "a single worker has nobody to tell");
+  }
+  set_threads(2, true);
+}
+
 void test_turns(bool forks) {
   Turns turns;
   turns.lock();
