@@ -45,9 +45,10 @@ struct Choice {
 // what attention/gated_delta.hpp says.
 struct LayerCache {
   Cached first, second;
-  Undo* undo = nullptr;      // of steps whose rows are consecutive
-  Cached third;              // keys of an index, see attention/indexer.hpp; without a shape where there is none
-  Choice* choice = nullptr;  // of the last layer with an index
+  Undo* undo = nullptr;       // of steps whose rows are consecutive
+  Cached third;               // keys of an index, see attention/indexer.hpp; without a shape where there is none
+  Choice* choice = nullptr;   // of the last layer with an index
+  std::vector<Cached> parts;  // what compressors keep, see attention/compressor.hpp
 };
 
 // What is the same for all layers of a step.
@@ -67,11 +68,13 @@ struct Step {
   // Rows are tokens of one text, the first at `position`, the others after it, of which each attends to those before
   // it. The cache has one row, and masks are of positions up to each row's own.
   bool consecutive = false;
-  int most_chosen = 0;  // places that an indexer chooses at most, if it would choose more; 0: as many as it does
+  int most_chosen = 0;     // places that an indexer chooses at most, if it would choose more; 0: as many as it does
+  bool makes_all = false;  // compressors make the keys of windows that are not complete, too, which nobody sees
   // [batch], 0 for rows whose text has ended, for which no routed expert is computed; null: there are none.
   const uint8_t* live = nullptr;
   // [batch]: of each token in its text, which padding before it is not counted in; null: there is none
   const int64_t* positions = nullptr;
+  const int64_t* tokens = nullptr;  // [batch]: their numbers; null: there are none
 
   // Rows that are computed beside each other, those that a cache has, and what belongs to a row.
   int together() const { return consecutive ? 1 : batch; }

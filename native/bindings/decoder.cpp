@@ -31,13 +31,6 @@ using Mask = Array<const bool, nb::ndim<2>>;
 using Live = Array<const bool, nb::ndim<1>, nb::c_contig>;
 using Positions = Array<const int64_t, nb::ndim<1>, nb::c_contig>;
 
-// A plain weight that a projection points to.
-struct HeldProjection {
-  std::optional<Input> weight;
-  std::optional<FloatVector> bias;
-  attention::Projection projection;
-};
-
 // What all layers keep of the tokens before.
 struct HeldCache {
   std::vector<Kept> held;
@@ -56,13 +49,19 @@ attention::Cached cached_of(const Kept& array) {
   return found;
 }
 
-HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second, std::vector<std::optional<Kept>> third) {
+HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second, std::vector<std::optional<Kept>> third,
+                     std::vector<Kept> parts, const std::vector<int>& part_counts) {
   if (first.empty() || first.size() != second.size())
     throw std::invalid_argument("cache: found " + std::to_string(first.size()) + " and " +
                                 std::to_string(second.size()) + " tensors; expected two of each layer");
   if (!third.empty() && third.size() != first.size())
     throw std::invalid_argument("cache: found keys of " + std::to_string(third.size()) + " indexes; expected none or " +
                                 std::to_string(first.size()) + ", some of them None");
+  int all = 0;
+  for (const int count : part_counts) all += count;
+  if (static_cast<size_t>(all) != parts.size() || (!part_counts.empty() && part_counts.size() != first.size()))
+    throw std::invalid_argument("cache: found " + std::to_string(parts.size()) +
+                                " tensors of compressed keys; expected part_counts of them, a number for each layer");
   HeldCache cache;
   cache.undo.resize(first.size());
   cache.choice.resize(1);
@@ -70,17 +69,22 @@ HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second, std::vec
     cache.layers.push_back({cached_of(first[i]), cached_of(second[i]), &cache.undo[i], {}, cache.choice.data()});
     if (!third.empty() && third[i]) cache.layers.back().third = cached_of(*third[i]);
   }
+  auto part = parts.cbegin();
+  for (size_t i = 0; i < part_counts.size(); ++i)
+    for (int n = 0; n < part_counts[i]; ++n) cache.layers[i].parts.push_back(cached_of(*part++));
   cache.held = std::move(first);
   cache.held.insert(cache.held.end(), second.begin(), second.end());
   for (std::optional<Kept>& index : third)
     if (index) cache.held.push_back(std::move(*index));
+  for (Kept& one : parts) cache.held.push_back(std::move(one));
   return cache;
 }
 
 void forward(const decode::Decoder& self, const Input& x, const std::optional<Input>& cos,
              const std::optional<Input>& sin, const std::optional<Mask>& mask, int position, HeldCache& cache,
              int first, int last, const HeldNorm* final_norm, bool consecutive, const std::optional<Live>& live,
-             int most_chosen, const std::optional<Positions>& positions, const Output& out) {
+             int most_chosen, const std::optional<Positions>& positions, const Output& out,
+             const std::optional<Positions>& tokens, bool makes_all, const decode::HyperConnection* head) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto batch = x.shape(0);
@@ -90,12 +94,15 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
   step.position = position;
   step.consecutive = consecutive;
   step.most_chosen = most_chosen;
-  if (dtype != self.dtype() || x.shape(1) != static_cast<size_t>(self.hidden()) || batch == 0)
-    refuse("hidden states must be [batch, " + std::to_string(self.hidden()) + "] of the model's dtype");
-  if (out.shape(0) != batch || out.shape(1) != x.shape(1) || out.dtype() != x.dtype())
-    refuse("output: shape and dtype must be those of the hidden states");
+  step.makes_all = makes_all;
+  const auto wide = static_cast<size_t>(self.hidden()) * static_cast<size_t>(self.streams());
+  if (dtype != self.dtype() || x.shape(1) != wide || batch == 0)
+    refuse("hidden states must be [batch, " + std::to_string(wide) + "] of the model's dtype");
+  if (out.shape(0) != batch || out.dtype() != x.dtype() ||
+      out.shape(1) != (head == nullptr ? wide : static_cast<size_t>(self.hidden())))
+    refuse("output: shape and dtype must be those of the hidden states, or behind a head of one stream");
   if (position < 0) refuse("position " + std::to_string(position));
-  if (final_norm != nullptr && (final_norm->weight.dtype() != x.dtype() || final_norm->norm.size != self.hidden()))
+  if (final_norm != nullptr && (!final_norm->is_of(dtype) || final_norm->norm.size != self.hidden()))
     refuse("the final norm must be one of " + std::to_string(self.hidden()) + " values of the model's dtype");
   if (cos.has_value() != sin.has_value()) refuse("cos and sin belong together");
   if (cos) {
@@ -125,8 +132,12 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
     if (positions->shape(0) != batch) refuse("positions must be [batch]");
     step.positions = positions->data();
   }
+  if (tokens) {
+    if (tokens->shape(0) != batch) refuse("tokens must be [batch]");
+    step.tokens = tokens->data();
+  }
   cache.rows = 0;  // what an error leaves cannot be taken back
-  self.forward(x.data(), step, cache.layers, first, last, norm_of(final_norm), out.data());
+  self.forward(x.data(), step, cache.layers, first, last, norm_of(final_norm), head, out.data());
   if (consecutive) cache.rows = step.batch;
 }
 
@@ -195,37 +206,46 @@ void def_state(nb::module_& m) {
         "their softmax, as torch.multinomial draws it.");
   m.def("exchange_state", &exchange_state, nb::arg("generator"), nb::arg("expected"), nb::arg("desired"),
         "Set the state of torch's generator on the CPU if it is still the expected one; whether it was.");
-  nb::class_<HeldNorm>(m, "Norm",
-                       "An RMS norm, or with `centred` a layer norm: weight [n], and bias, of the model's dtype.")
+  nb::class_<HeldNorm>(
+      m, "Norm",
+      "An RMS norm, or with `centred` a layer norm: weight [n], and bias, of the model's dtype. is_wide: "
+      "the weight is fp32 in any model, and only what comes out is rounded.")
       .def(
           "__init__",
           [](HeldNorm* self, Vector weight, float epsilon, bool unit_offset, bool rounds_first, bool centred,
-             std::optional<Vector> bias) {
+             std::optional<Vector> bias, bool is_wide) {
             if (unit_offset && rounds_first)
               throw std::invalid_argument("norm: a weight less 1 is not multiplied with rounded values");
             if (centred && (unit_offset || rounds_first))
               throw std::invalid_argument("norm: a layer norm rounds what comes out, and its weight is whole");
             if (bias && (!centred || bias->shape(0) != weight.shape(0) || bias->dtype() != weight.dtype()))
               throw std::invalid_argument("norm: a bias is a layer norm's, as long as its weight and of its dtype");
+            if (is_wide && (centred || rounds_first || dtype_of(weight.dtype(), "norm") != DType::f32))
+              throw std::invalid_argument("norm: a weight that is fp32 in any model is an RMS norm's that rounds last");
             const attention::Norm norm{
                 weight.data(), size_of(weight.shape(0), "norm"), epsilon, unit_offset, rounds_first,
-                centred,       bias ? bias->data() : nullptr};
+                centred,       bias ? bias->data() : nullptr,    is_wide};
             new (self) HeldNorm{std::move(weight), std::move(bias), norm};
           },
           nb::arg("weight"), nb::arg("epsilon"), nb::kw_only(), nb::arg("unit_offset") = false,
-          nb::arg("rounds_first") = true, nb::arg("centred") = false, nb::arg("bias") = nb::none());
+          nb::arg("rounds_first") = true, nb::arg("centred") = false, nb::arg("bias") = nb::none(),
+          nb::arg("is_wide") = false);
   nb::class_<HeldCache>(
       m, "DecoderCache",
       "What all layers keep of the tokens before, two tensors a layer: keys and values [batch, heads, "
-      "capacity, width]. third: keys of an index [batch, 1, capacity, width], None for layers without one.")
+      "capacity, width]. third: keys of an index [batch, 1, capacity, width], None for layers without one. parts: what "
+      "compressors keep, those of a layer behind those of the one before, of each so many as part_counts has.")
       .def(
           "__init__",
           [](HeldCache* self, const Sequence<Kept>& first, const Sequence<Kept>& second,
-             const Sequence<std::optional<Kept>>& third) {
-            new (self) HeldCache(
-                make_cache(vector_of(first, "first"), vector_of(second, "second"), vector_of(third, "third")));
+             const Sequence<std::optional<Kept>>& third, const Sequence<Kept>& parts,
+             const Sequence<int>& part_counts) {
+            new (self)
+                HeldCache(make_cache(vector_of(first, "first"), vector_of(second, "second"), vector_of(third, "third"),
+                                     vector_of(parts, "parts"), vector_of(part_counts, "part_counts")));
           },
-          nb::arg("first"), nb::arg("second"), nb::arg("third") = nb::make_tuple());
+          nb::arg("first"), nb::arg("second"), nb::arg("third") = nb::make_tuple(), nb::arg("parts") = nb::make_tuple(),
+          nb::arg("part_counts") = nb::make_tuple());
 }
 
 void init_gated_delta(attention::GatedDelta* self, const gemm::Linear& qkv, const HeldProjection& ba,
@@ -548,22 +568,25 @@ void def_decoder(nb::module_& m) {
   nb::class_<decode::Decoder>(m, "Decoder", "The decoder layers of a model on one token a row.")
       .def(
           "__init__",
-          [](decode::Decoder* self, int hidden, const std::string& dtype) {
+          [](decode::Decoder* self, int hidden, const std::string& dtype, int streams) {
             new (self) decode::Decoder(
-                hidden, one_of<DType>(dtype, "dtype",
-                                      {{"float32", DType::f32}, {"bfloat16", DType::bf16}, {"float16", DType::f16}}));
+                hidden,
+                one_of<DType>(dtype, "dtype",
+                              {{"float32", DType::f32}, {"bfloat16", DType::bf16}, {"float16", DType::f16}}),
+                streams);
           },
-          nb::arg("hidden"), nb::arg("dtype"))
+          nb::arg("hidden"), nb::arg("dtype"), nb::arg("streams") = 1)
       .def(
           "add",
           [](decode::Decoder& self, const HeldNorm* before_attention, attention::DecoderAttention* attention,
              const HeldNorm* before_feed_forward, decode::FeedForward* unit, std::pair<float, float> attention_sum,
              std::pair<float, float> feed_forward_sum, bool keeps_normed, const HeldNorm* behind_attention,
              const HeldNorm* behind_feed_forward, int first_angle, int angles, bool parallel,
-             std::optional<FloatVector> scale) {
+             std::optional<FloatVector> scale, const decode::HyperConnection* attention_streams,
+             const decode::HyperConnection* feed_forward_streams) {
             if (scale && scale->shape(0) != 1) throw std::invalid_argument("a layer's scale must be one number");
             for (const HeldNorm* held : {before_attention, before_feed_forward, behind_attention, behind_feed_forward})
-              if (held != nullptr && dtype_of(held->weight.dtype(), "norm") != self.dtype())
+              if (held != nullptr && !held->is_of(self.dtype()))
                 throw std::invalid_argument("a layer's norm must be of the model's dtype");
             decode::LayerConfig layer;
             layer.before_attention = norm_of(before_attention);
@@ -579,6 +602,8 @@ void def_decoder(nb::module_& m) {
             layer.angles = angles;
             layer.is_parallel = parallel;
             layer.scale = scale ? scale->data() : nullptr;
+            layer.attention_streams = attention_streams;
+            layer.feed_forward_streams = feed_forward_streams;
             self.add(layer);
           },
           nb::arg("before_attention").none(), nb::arg("attention").none(), nb::arg("before_feed_forward").none(),
@@ -586,26 +611,30 @@ void def_decoder(nb::module_& m) {
           nb::arg("feed_forward_sum") = std::pair(1.0f, 1.0f), nb::arg("keeps_normed") = false,
           nb::arg("behind_attention") = nb::none(), nb::arg("behind_feed_forward") = nb::none(),
           nb::arg("first_angle") = 0, nb::arg("angles") = -1, nb::arg("parallel") = false,
-          nb::arg("scale") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          nb::keep_alive<1, 5>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 14>(),
-          nb::call_guard<WithoutGil>(),
+          nb::arg("scale") = nb::none(), nb::arg("attention_streams") = nb::none(),
+          nb::arg("feed_forward_streams") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(),
+          nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::call_guard<WithoutGil>(),
           "Add a layer of attention, a feed-forward part or both, with the norms of what they take and give that there "
           "are. attention_sum, feed_forward_sum: what its input, and what is added to that, are multiplied with. "
           "keeps_normed: its input becomes what the norms before the parts give. Its attention turns by so many angles "
           "from the first one on; -1: by all. parallel: the feed-forward part takes what attention takes. scale: all "
-          "is "
-          "multiplied with it in the end.")
+          "is multiplied with it in the end. *_streams: around each part of a layer of several streams.")
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
            nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
            nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(),
-           nb::arg("most_chosen") = 0, nb::arg("positions") = nb::none(), nb::arg("out"), nb::call_guard<WithoutGil>(),
-           "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. The "
-           "cache takes up these tokens, before which `position` came; they attend to those where mask [batch, n] is "
+           nb::arg("most_chosen") = 0, nb::arg("positions") = nb::none(), nb::arg("out"),
+           nb::arg("tokens") = nb::none(), nb::arg("makes_all") = false, nb::arg("head") = nb::none(),
+           nb::call_guard<WithoutGil>(),
+           "out [batch, streams * hidden] = x through layers first to last - 1; or [batch, hidden] = these streams "
+           "collapsed by a head, where it is given, as is the final norm. The cache takes up these tokens, before "
+           "which `position` came; they attend to those where mask [batch, n] is "
            "true. Consecutive rows are tokens of one text, the first at `position`; the cache has one row. For rows "
            "that "
            "are not live [batch] bool, no routed expert is computed. Indexers choose at most `most_chosen` places, if "
            "that is not 0, and not blocks of them. positions [batch]: of the tokens in their texts, where padding "
-           "before them is not counted.")
+           "before them is not counted. tokens [batch]: their numbers. makes_all: compressors make the keys of windows "
+           "that are not complete, too.")
       .def("keep", &keep, nb::kw_only(), nb::arg("cache"), nb::arg("kept"), nb::call_guard<WithoutGil>(),
            "Leave in the cache what the first `kept` tokens of the last step, of consecutive rows, would have left.");
 }
@@ -616,6 +645,7 @@ void init_decoder(nb::module_& m) {
   def_state(m);
   def_attention(m);
   init_decoder_feed_forward(m);
+  init_decoder_streams(m);
   def_decoder(m);
 }
 

@@ -56,7 +56,7 @@ void init_decoder_feed_forward(nb::module_& m) {
              const gemm::Linear* narrow_in, const gemm::Linear* narrow_out, float routed_factor, float whole_factor,
              std::optional<FloatVector> bias, const HeldNorm* router_norm, float input_factor, bool by_logits,
              std::optional<FloatVector> expert_factors, float nearness, bool scales_input, const HeldNorm* before,
-             const HeldNorm* behind) {
+             const HeldNorm* behind, const std::optional<Array<const int64_t, nb::ndim<2>, nb::c_contig>>& table) {
             const auto hidden = static_cast<size_t>(narrow_in == nullptr ? experts.config().hidden_size
                                                                          : narrow_in->config().in_features);
             if (gate && (gate->shape(0) != 1 || gate->shape(1) != hidden))
@@ -68,8 +68,10 @@ void init_decoder_feed_forward(nb::module_& m) {
                 throw std::invalid_argument("router: the weight must be [experts, hidden]");
               config.weight = weight->data();
             }
-            config.scores = one_of<decode::Scores>(
-                scores, "scores", {{"softmax", decode::Scores::softmax}, {"sigmoid", decode::Scores::sigmoid}});
+            config.scores = one_of<decode::Scores>(scores, "scores",
+                                                   {{"softmax", decode::Scores::softmax},
+                                                    {"sigmoid", decode::Scores::sigmoid},
+                                                    {"root_softplus", decode::Scores::root_softplus}});
             for (auto [given, to, what] :
                  {std::tuple{&correction, &config.correction, "correction"}, std::tuple{&bias, &config.bias, "bias"},
                   std::tuple{&expert_factors, &config.expert_factors, "factor"}}) {
@@ -77,6 +79,12 @@ void init_decoder_feed_forward(nb::module_& m) {
               if ((*given)->shape(0) != static_cast<size_t>(experts.config().experts))
                 throw std::invalid_argument("router: one " + std::string(what) + " an expert is needed");
               *to = (*given)->data();
+            }
+            if (table) {
+              if (table->shape(1) != static_cast<size_t>(top_k))
+                throw std::invalid_argument("router: the experts of tokens must be [vocabulary, top_k]");
+              config.table = table->data();
+              config.vocabulary = size_of(table->shape(0), "table");
             }
             config.norm = norm_of(router_norm);
             config.input_factor = input_factor;
@@ -102,10 +110,10 @@ void init_decoder_feed_forward(nb::module_& m) {
           nb::arg("bias") = nb::none(), nb::arg("router_norm").none() = nb::none(), nb::arg("input_factor") = 1.0f,
           nb::arg("by_logits") = false, nb::arg("expert_factors") = nb::none(), nb::arg("nearness") = 0.0f,
           nb::arg("scales_input") = false, nb::arg("before").none() = nb::none(), nb::arg("behind").none() = nb::none(),
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 14>(),
-          nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>(),
-          nb::keep_alive<1, 21>(), nb::keep_alive<1, 22>(), nb::keep_alive<1, 25>(), nb::keep_alive<1, 28>(),
-          nb::keep_alive<1, 29>());
+          nb::arg("table") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(),
+          nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(),
+          nb::keep_alive<1, 18>(), nb::keep_alive<1, 21>(), nb::keep_alive<1, 22>(), nb::keep_alive<1, 25>(),
+          nb::keep_alive<1, 28>(), nb::keep_alive<1, 29>(), nb::keep_alive<1, 30>());
 }
 
 }  // namespace ktinject

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "attention/attention.hpp"
+#include "attention/projection.hpp"
 #include "bindings/arrays.hpp"
 
 namespace ktinject {
@@ -17,11 +18,23 @@ struct HeldNorm {
   Vector weight;
   std::optional<Vector> bias;
   attention::Norm norm;
+
+  // Whether it is one of a model of this dtype.
+  bool is_of(DType dtype) const { return norm.is_wide || dtype_of(weight.dtype(), "norm") == dtype; }
+};
+
+// A plain weight that a projection points to.
+struct HeldProjection {
+  std::optional<Input> weight;
+  std::optional<FloatVector> bias;
+  attention::Projection projection;
 };
 
 inline attention::Norm norm_of(const HeldNorm* held) { return held == nullptr ? attention::Norm() : held->norm; }
 
 // The feed-forward parts of layers.
 void init_decoder_feed_forward(nb::module_& m);
+// Residual streams, and attention with compressed keys.
+void init_decoder_streams(nb::module_& m);
 
 }  // namespace ktinject

@@ -8,7 +8,8 @@
 //   x *= scale
 //
 // Each line may be missing, and each of the norms. Both sides of a sum may be multiplied with numbers. Of a parallel
-// layer, the second line takes what the first takes.
+// layer, the second line takes what the first takes. In place of x there may be several streams, see
+// hyper_connection.hpp: then each part takes what they are collapsed to.
 //
 // Weights belong to others: packed ones to Linear and Experts, the rest to the model. A decoder only points to them.
 #pragma once
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "attention/attention.hpp"
+#include "decode/hyper_connection.hpp"
 #include "gemm/linear.hpp"
 #include "gemm/step_ops.hpp"
 #include "moe/experts.hpp"
@@ -26,12 +28,18 @@
 
 namespace ktinject::decode {
 
+// What is known of the rows of a step beside their values, as a step has it.
+struct Rows {
+  const uint8_t* live = nullptr;
+  const int64_t* tokens = nullptr;
+};
+
 class FeedForward {
  public:
   virtual ~FeedForward() = default;
   virtual bool fits(int hidden) const = 0;  // as DecoderAttention's
-  // out [batch, hidden] of x [batch, hidden], rounded. live: as a step has it.
-  virtual void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const = 0;
+  // out [batch, hidden] of x [batch, hidden], rounded.
+  virtual void forward(const float* x, DType dtype, int batch, const Rows& rows, float* out) const = 0;
 };
 
 // g and u of a gated unit: silu(min(g, gate_max)) * (clamp(u, -up_limit, up_limit) + up_offset), where silu(x) is
@@ -50,7 +58,7 @@ class GatedUnit final : public FeedForward {
  public:
   GatedUnit(const gemm::Linear& gate, const gemm::Linear* up, const gemm::Linear& down, Gating gating = {});
   bool fits(int hidden) const override;
-  void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
+  void forward(const float* x, DType dtype, int batch, const Rows& rows, float* out) const override;
 
  private:
   int inner() const { return down_.config().in_features; }
@@ -66,7 +74,7 @@ class PlainUnit final : public FeedForward {
  public:
   PlainUnit(const gemm::Linear& up, const gemm::Linear& down);
   bool fits(int hidden) const override;
-  void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
+  void forward(const float* x, DType dtype, int batch, const Rows& rows, float* out) const override;
 
  private:
   const gemm::Linear &up_, &down_;
@@ -82,14 +90,14 @@ class Normed final : public FeedForward {
  public:
   Normed(const FeedForward& part, Between norms);
   bool fits(int hidden) const override;
-  void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
+  void forward(const float* x, DType dtype, int batch, const Rows& rows, float* out) const override;
 
  private:
   const FeedForward& part_;
   Between norms_;
 };
 
-enum class Scores { softmax, sigmoid };
+enum class Scores { softmax, sigmoid, root_softplus };
 
 // Chooses a token's experts as transformers' routers do.
 struct RouterConfig {
@@ -113,6 +121,9 @@ struct RouterConfig {
   // experts.
   float nearness = 0;
   bool scales_input = false;  // what an expert takes is multiplied with its weight, not what it gives
+  // [vocabulary, top_k]: the experts of a token, by its number; null: they are chosen (DeepSeek-V4)
+  const int64_t* table = nullptr;
+  int vocabulary = 0;
 };
 
 // Linear layers around experts that are narrower than the model: to their width and back.
@@ -133,15 +144,19 @@ class Mixture final : public FeedForward {
   Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate = nullptr,
           Narrow narrow = {}, Factors factors = {}, Between norms = {});
   bool fits(int hidden) const override;
-  void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
+  void forward(const float* x, DType dtype, int batch, const Rows& rows, float* out) const override;
 
  private:
   void check_router() const;
   // ids and weights [batch, top_k] of x; -1 for rows that are not live.
-  void route(const float* x, DType dtype, int batch, const uint8_t* live, int32_t* ids, float* weights) const;
+  void route(const float* x, DType dtype, int batch, const Rows& rows, int32_t* ids, float* weights) const;
   // [batch, experts] of x
   void score(const float* x, int batch, float* logits) const;
-  void choose(float* logits, int32_t* ids, float* weights, DType dtype) const;
+  // token: of the row; or null
+  void choose(float* logits, const int64_t* token, int32_t* ids, float* weights, DType dtype) const;
+  // Scores of logits, in place; and which expert is a token's i-th.
+  void score_logits(float* logits, DType dtype) const;
+  int expert_of(int64_t token, int i) const;
   void choose_near(const float* logits, int32_t* ids, float* weights, DType dtype) const;
   // out [batch, hidden], rounded; ids and weights [batch, top_k]
   void run_experts(const float* x, const int32_t* ids, const float* weights, DType dtype, int batch, float* out) const;
@@ -176,28 +191,33 @@ struct LayerConfig {
   int first_angle = 0, angles = -1;
   bool is_parallel = false;      // the feed-forward part takes what attention takes, and has no norm of its own
   const float* scale = nullptr;  // one number, or none
+  // Around the parts, in a model of several streams; then what is added is not multiplied.
+  const HyperConnection *attention_streams = nullptr, *feed_forward_streams = nullptr;
 };
 
 class Decoder {
  public:
-  Decoder(int hidden, DType dtype) : hidden_(hidden), dtype_(dtype) {}
+  Decoder(int hidden, DType dtype, int streams = 1);
 
   void add(const LayerConfig& layer);
   int hidden() const { return hidden_; }
+  int streams() const { return streams_; }
   DType dtype() const { return dtype_; }
 
-  // y [batch, hidden] = x through layers first to last - 1, and through `final_norm` where that has a weight. `caches`
-  // has one for each layer.
+  // y [batch, streams, hidden] = x through layers first to last - 1; or [batch, hidden], these collapsed by `head`, if
+  // there is one, and through `final_norm` where that has a weight. `caches` has one for each layer.
   void forward(const void* x, const attention::Step& step, const std::vector<attention::LayerCache>& caches, int first,
-               int last, const attention::Norm& final_norm, void* y) const;
+               int last, const attention::Norm& final_norm, const HyperConnection* head, void* y) const;
   // Of the tokens of the last step, which were consecutive, only the first `kept` were read.
   void keep(const std::vector<attention::LayerCache>& caches, int kept) const;
 
  private:
   using Layers = std::vector<LayerConfig>;
   std::shared_ptr<const Layers> layers_for(const std::vector<attention::LayerCache>& caches) const;
+  void check_streams(const LayerConfig& layer) const;
   int hidden_;
   DType dtype_;
+  int streams_;
   mutable runtime::Turns turn_;  // of the pointer
   std::shared_ptr<const Layers> layers_ = std::make_shared<Layers>();
 };

@@ -41,7 +41,7 @@ bool GatedUnit::fits(int hidden) const {
          down_.config().out_features == hidden;
 }
 
-void GatedUnit::forward(const float* x, DType dtype, int batch, const uint8_t* /*live*/, float* out) const {
+void GatedUnit::forward(const float* x, DType dtype, int batch, const Rows& /*rows*/, float* out) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int inner = this->inner(), count = batch * inner;
   runtime::Arrays arrays;
@@ -99,7 +99,7 @@ bool PlainUnit::fits(int hidden) const {
   return up_.config().in_features == hidden && down_.config().out_features == hidden;
 }
 
-void PlainUnit::forward(const float* x, DType dtype, int batch, const uint8_t* /*live*/, float* out) const {
+void PlainUnit::forward(const float* x, DType dtype, int batch, const Rows& /*rows*/, float* out) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int count = batch * down_.config().in_features;
   runtime::Arrays arrays;
@@ -125,10 +125,10 @@ bool Normed::fits(int hidden) const {
   return part_.fits(hidden) && (norms_.before.weight == nullptr ? norms_.behind : norms_.before).size == hidden;
 }
 
-void Normed::forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const {
+void Normed::forward(const float* x, DType dtype, int batch, const Rows& rows, float* out) const {
   const int hidden = (norms_.before.weight == nullptr ? norms_.behind : norms_.before).size;
   const runtime::Scratch normed(static_cast<size_t>(norms_.before.weight == nullptr ? 0 : batch * hidden));
-  part_.forward(norm_rows(norms_.before, x, batch, dtype, normed + 0), dtype, batch, live, out);
+  part_.forward(norm_rows(norms_.before, x, batch, dtype, normed + 0), dtype, batch, rows, out);
   norm_rows(norms_.behind, out, batch, dtype, out);
 }
 
@@ -172,6 +172,9 @@ void Mixture::check_router() const {
     throw std::invalid_argument("router: a bias belongs to a weight; a linear layer has its own");
   if (router_.by_logits && (router_.correction != nullptr || router_.groups > 1))
     throw std::invalid_argument("router: a choice by logits has no corrections and groups");
+  if (router_.table != nullptr && (router_.correction != nullptr || router_.by_logits || router_.nearness != 0 ||
+                                   router_.groups > 1 || router_.vocabulary < 1))
+    throw std::invalid_argument("router: experts that go by tokens are not chosen in another way, too");
   if (router_.nearness != 0 && (router_.nearness < 0 || router_.top_k != 2 || count < 2 || router_.by_logits ||
                                 router_.correction != nullptr || router_.groups > 1 || router_.normed))
     throw std::invalid_argument("router: experts near the best ones are two, without corrections, groups and sums");
@@ -183,7 +186,7 @@ bool Mixture::fits(int hidden) const {
          (shared_ == nullptr || shared_->fits(hidden));
 }
 
-void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const {
+void Mixture::forward(const float* x, DType dtype, int batch, const Rows& rows, float* out) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int hidden = this->hidden(), top_k = router_.top_k;
   runtime::Arrays arrays;
@@ -195,7 +198,7 @@ void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* liv
   const runtime::Scratch memory(arrays.count());
   float *weights = memory + weights_at, *beside = memory + beside_at;
   auto* ids = reinterpret_cast<int32_t*>(memory + ids_at);
-  route(x, dtype, batch, live, ids, weights);
+  route(x, dtype, batch, rows, ids, weights);
   const float* given = norm_rows(norms_.before, x, batch, dtype, memory + given_at);
   if (router_.scales_input) run_scaled(given, ids, weights, dtype, batch, out);
   else run_experts(given, ids, weights, dtype, batch, out);
@@ -207,7 +210,7 @@ void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* liv
   };
   times(factors_.routed);
   if (shared_ == nullptr) return times(factors_.whole);
-  shared_->forward(x, dtype, batch, live, beside);
+  shared_->forward(x, dtype, batch, rows, beside);
   for (int row = 0; gate_ != nullptr && row < batch; ++row) {
     float factor;
     ops.rows_times(gate_, x + row * hidden, 1, hidden, dtype, &factor);
@@ -263,7 +266,7 @@ void Mixture::run_scaled(const float* x, const int32_t* ids, const float* weight
   ops.round(out, batch * hidden, dtype);
 }
 
-void Mixture::route(const float* x, DType dtype, int batch, const uint8_t* live, int32_t* ids, float* weights) const {
+void Mixture::route(const float* x, DType dtype, int batch, const Rows& rows, int32_t* ids, float* weights) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int count = experts_.config().experts, hidden = this->hidden(), top_k = router_.top_k;
   const bool changes = router_.norm.weight != nullptr || router_.input_factor != 1.0f;
@@ -279,15 +282,17 @@ void Mixture::route(const float* x, DType dtype, int batch, const uint8_t* live,
     x = given;
   }
   score(x, batch, logits);
+  if (router_.table != nullptr && rows.tokens == nullptr)
+    throw std::invalid_argument("router: experts go by tokens, whose numbers the step does not have");
   for (int row = 0; row < batch; ++row) {
     float *own = logits + row * count, *to = weights + row * top_k;
     int32_t* chosen = ids + row * top_k;
     if (router_.rounds_logits) ops.round(own, count, dtype);
     if (router_.nearness != 0) choose_near(own, chosen, to, dtype);
-    else choose(own, chosen, to, dtype);
+    else choose(own, router_.table == nullptr ? nullptr : rows.tokens + row, chosen, to, dtype);
     for (int i = 0; router_.expert_factors != nullptr && i < top_k; ++i) to[i] *= router_.expert_factors[chosen[i]];
     if (router_.rounds_weights) ops.round(to, top_k, dtype);
-    if (live != nullptr && live[row] == 0) std::fill_n(chosen, top_k, -1);
+    if (rows.live != nullptr && rows.live[row] == 0) std::fill_n(chosen, top_k, -1);
   }
 }
 
@@ -335,16 +340,31 @@ void Mixture::score(const float* x, int batch, float* logits) const {
     ops.add(logits + row * count, router_.bias, count, DType::f32);
 }
 
-void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) const {
+int Mixture::expert_of(int64_t token, int i) const {
+  const int64_t expert = token < 0 || token >= router_.vocabulary ? -1 : router_.table[token * router_.top_k + i];
+  if (expert < 0 || expert >= experts_.config().experts)
+    throw std::invalid_argument("router: token " + std::to_string(token) + " has no expert");
+  return static_cast<int>(expert);
+}
+
+void Mixture::score_logits(float* logits, DType dtype) const {
   const gemm::StepOps& ops = gemm::step_ops();
+  const int count = experts_.config().experts;
+  if (router_.scores == Scores::softmax) ops.softmax(logits, count);
+  else if (router_.scores == Scores::sigmoid) ops.sigmoid(logits, count);
+  else  // As torch does: of what is far from 0, softplus is itself.
+    for (int e = 0; e < count; ++e)
+      logits[e] = std::sqrt(logits[e] > 20.0f ? logits[e] : std::log1p(std::exp(logits[e])));
+  if (router_.rounds_scores) ops.round(logits, count, dtype);
+}
+
+void Mixture::choose(float* logits, const int64_t* token, int32_t* ids, float* weights, DType dtype) const {
   const int count = experts_.config().experts, top_k = router_.top_k;
   const bool is_softmax = router_.scores == Scores::softmax;
   static thread_local std::vector<std::pair<float, int>> order, groups;
   order.resize(static_cast<size_t>(count));
   for (int e = 0; e < count; ++e) order[static_cast<size_t>(e)] = {logits[e], e};
-  if (is_softmax) ops.softmax(logits, count);
-  else ops.sigmoid(logits, count);
-  if (router_.rounds_scores) ops.round(logits, count, dtype);
+  score_logits(logits, dtype);
   for (int e = 0; !router_.by_logits && e < count; ++e)
     order[static_cast<size_t>(e)] = {logits[e] + (router_.correction == nullptr ? 0.0f : router_.correction[e]), e};
   if (router_.top_groups < router_.groups) {
@@ -366,7 +386,9 @@ void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) c
         order[static_cast<size_t>(e)].first = -std::numeric_limits<float>::infinity();
     }
   }
-  attention::take_top(order, top_k, is_softmax);
+  if (token == nullptr) attention::take_top(order, top_k, is_softmax);
+  else
+    for (int i = 0; i < top_k; ++i) order[static_cast<size_t>(i)].second = expert_of(*token, i);
   float sum = is_softmax ? 0 : 1e-20f;  // as transformers does: weights that are all zero stay it
   for (int i = 0; i < top_k; ++i) {
     ids[i] = order[static_cast<size_t>(i)].second;

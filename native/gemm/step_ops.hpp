@@ -60,6 +60,7 @@ struct Norm {
   bool rounds_first = true;    // the normed values are rounded before they are multiplied with the weight
   bool centred = false;        // then nothing is rounded but what comes out
   const void* bias = nullptr;  // of a centred norm, or none
+  bool is_wide = false;        // its weight is fp32 whatever the model's dtype; only what comes out is rounded
 };
 
 // A head's step by the gated delta rule: S = decay * S; S += k (beta (v - k S)); out = q S. All in fp32. With `decays`,

@@ -104,6 +104,10 @@ static void layer_norm(const float* x, const Norm& norm, DType dtype, float* out
 static void rms_norm(const float* x, const Norm& norm, DType dtype, float* out) {
   if (norm.centred) return layer_norm(x, norm, dtype, out);
   const int n = norm.size;
+  if (norm.is_wide && dtype != DType::f32) {
+    rms_norm(x, norm, DType::f32, out);
+    return round_all(out, n, dtype);
+  }
   const float inverse = 1.0f / __builtin_sqrtf(dot(x, x, n) / static_cast<float>(n) + norm.epsilon);
   const float offset = norm.unit_offset ? 1.0f : 0.0f;
   of_dtype(dtype, [&](auto* kind, auto to) {
