@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ktinject.operators.probes import norm
@@ -116,8 +115,6 @@ def _of_compressor(
         return rms
     if rms.rounds_before_weight or rms.has_unit_offset:
         return Support.no("its norm rounds before the weight, or has an offset")
-    if {bias.dtype, module.kv_norm.weight.dtype} != {torch.float32}:
-        return Support.no("its norm or position_bias is not float32")
     kinds, scale = (
         getattr(module.rotary_emb, part, None)
         for part in ("rope_type", "_".join((rotation, "attention_scaling")))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ktinject.generation import layer_probes, router_kinds, router_probes
+from ktinject.generation import layer_probes, router_kinds, router_probes, streams_spec
 from ktinject.generation.cpu import openmp
 from ktinject.generation.layer_probes import PLAIN, Gating
 from ktinject.generation.norm_spec import NormSpec
@@ -55,10 +55,11 @@ class RouterSpec:
     nearness       weights are of a softmax over experts near the best one, and for the second over those near that one
                    (router_kinds.py); 0: they are not
     scales_input   what an expert takes is multiplied with its weight, not what it gives
+    table          a buffer [vocabulary, top_k] of the router, by which experts go by the token's number; or none
     """
 
     path: str
-    scores: Literal["softmax", "sigmoid"]
+    scores: Literal["softmax", "sigmoid", "root_softplus"]
     num_experts: int
     top_k: int
     is_corrected: bool
@@ -79,13 +80,19 @@ class RouterSpec:
     expert_factors: str = ""
     nearness: float = 0.0
     scales_input: bool = False
+    table: str = ""
 
     @property
     def is_plain(self) -> bool:
         """Whether the router itself holds its weight, and whatever corrects its choice as DeepSeek-V3's is called; and
         scores are what its weights are made of."""
         others = (
-            self.norm or self.input_factor != 1.0 or self.expert_factors or self.nearness or self.scales_input
+            self.norm
+            or self.input_factor != 1.0
+            or self.expert_factors
+            or self.nearness
+            or self.scales_input
+            or self.table
         )
         is_named = self.weight == "weight" and self.correction == "e_score_correction_bias"
         return is_named and not self.of_block and not others
@@ -250,6 +257,9 @@ def _routing(
             return Support.no(f"its {type(block).__name__} has more around experts that take rows")
         beside = shared[0] if shared else None
         return _routings.once((key, "rows"), lambda: router_kinds.scaled_inputs(block, name, router, beside))
+    if streams_spec.is_block(block) and streams_spec.of_block(block).by_token:
+        beside = shared[0] if shared and not narrow and norm is None else None
+        return _routings.once((key, "tokens"), lambda: router_probes.by_tokens(block, name, router, beside))
     return _routings.once(
         key,
         lambda: router_probes.routing(block, name, router, *shared, narrow=narrow, norm=norm, within=within),

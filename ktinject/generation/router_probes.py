@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ktinject.generation import router_kinds
 from ktinject.generation.layer_probes import ROWS, Stub, random, run_twin
@@ -20,6 +21,12 @@ from ktinject.support import Support
 
 # Buffers or parameters of a router, or buffers of its block, that are added to the scores for the choice.
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+# What is made of logits.
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: logits.softmax(-1),
+    "root_softplus": lambda logits: functional.softplus(logits).sqrt(),
+}
 
 
 def routing(
@@ -136,6 +143,67 @@ def routing(
     }
 
 
+def by_tokens(block: nn.Module, name: str, router: nn.Module, shared: str | None) -> dict[str, Any] | Support:
+    """How a block weighs experts that go by the numbers of tokens, as `routing` says it: by their scores, which a table
+    [vocabulary, top_k] of the router names.
+    """
+    kind = type(router).__name__
+    tables = {path: table for path, table in router.named_buffers() if table.dtype == torch.int64}
+    if [*dict(router.named_parameters())] != ["weight"] or len(tables) != 1 or len([*router.buffers()]) != 1:
+        return Support.no(f"its {kind} holds something else than a weight and a table of experts")
+    [(path, held)] = tables.items()
+    experts, hidden = router.get_parameter("weight").shape
+    weight, x = 3 * hidden**-0.5 * random(experts, hidden), random(1, ROWS, hidden, seed=1)
+    table = torch.stack([random(experts, seed=20 + i).argsort()[: held.shape[-1]] for i in range(ROWS + 2)])
+    tokens = torch.arange(ROWS).flip(0)[None] + 1
+    given: list[tuple[Tensor, Tensor]] = []
+
+    def taken(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        given.append((ids, weights))
+        return torch.tanh(x)
+
+    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
+        own = {"weight": weight.to(dtype), path: table}
+        children = {
+            name: Stub(lambda x, *given: run_twin(router, own, x, *given)),
+            "experts": Stub(taken),
+            **({} if shared is None else {shared: Stub(torch.cos)}),
+        }
+        found: Tensor = run_twin(block, children, x, tokens)
+        return found
+
+    try:
+        out = run(x, x.dtype)
+        kept = _run_narrow(run, x.bfloat16(), router.get_parameter("weight").dtype)
+        factors = _factors(out, torch.tanh(x), torch.zeros_like(x) if shared is None else torch.cos(x))
+        (ids, weights), (_, rounded) = given[0], given[-1]
+    except Exception as error:  # transformers' own code, given what it may not be made for
+        return refusal_of(error)
+    if factors is None or not torch.equal(ids, table[tokens[0]]):
+        return Support.no(f"its {kind} chooses in another way")
+    found = _weighed(x[0] @ weight.T, ids, weights)
+    if found is None:
+        return Support.no(f"its {kind} weighs experts in another way")
+    found |= {"top_k": ids.shape[1], "is_corrected": False, "groups": 1, "top_groups": 1, "table": path}
+    logits = x[0].bfloat16().float() @ weight.to(kept).float().T
+    found["rounds"] = rounded.dtype == torch.bfloat16
+    return {
+        **found, **_roundings(logits, found, ids, rounded), "factors": factors, "num_experts": experts
+    }  # fmt: skip
+
+
+def _weighed(logits: Tensor, ids: Tensor, weights: Tensor) -> dict[str, Any] | None:
+    """The scores that give these weights [m, k] for experts by logits [m, e], and how."""
+    for kind, score in SCORES.items():
+        scores = score(logits).gather(1, ids)
+        for is_normed in (True, False):
+            want = scores / scores.sum(-1, keepdim=True) if is_normed else scores
+            factor = float(f"{(weights.sum() / want.sum()).item():.6g}")
+            if factor > 0 and torch.allclose(weights, factor * want, rtol=1e-3, atol=1e-5):
+                return {"scores": kind, "is_normed": is_normed, "factor": factor}
+    return None
+
+
 def _is_by_logits(ids_of: Callable[[Tensor, Tensor], Tensor], weight: Tensor, bias: Tensor) -> bool:
     """Whether experts are chosen by logits where their scores are so large, or so small, that they tie.
 
@@ -199,7 +267,7 @@ def _roundings(logits: Tensor, found: Mapping[str, Any], ids: Tensor, weights: T
 
     def error(rounded: tuple[bool, bool]) -> float:
         given = logits.bfloat16().float() if rounded[0] else logits
-        scores = given.sigmoid() if found["scores"] == "sigmoid" else given.softmax(-1)
+        scores = SCORES[found["scores"]](given)
         want = (scores.bfloat16() if rounded[1] else scores).gather(1, ids)
         want = (want / want.sum(-1, keepdim=True) if found["is_normed"] else want) * found["factor"]
         return (want.to(weights.dtype).float() - weights.float()).abs().sum().item()
@@ -218,8 +286,8 @@ def _explained(
     found = torch.zeros_like(logits).scatter_add(1, ids, weights.float())
     groups, top_groups = (int(getattr(router, name, None) or 1) for name in ("num_group", "topk_group"))
     top_k, named = ids.shape[1], bool(getattr(router, "norm_topk_prob", True))
-    for kind in ("sigmoid", "softmax"):
-        scores = logits.sigmoid() if kind == "sigmoid" else logits.softmax(-1)
+    for kind, score in SCORES.items():
+        scores = score(logits)
         chosen = _chosen(scores if correction is None else scores + correction, top_k, groups, top_groups)
         for is_normed in (named, not named):
             want = torch.where(chosen, scores, 0.0)

@@ -355,13 +355,13 @@ def known_support(runner: GraphRunner, native: NativeDecoder | None) -> Support:
     proof = runner.several if native is None else native.proof
     if proof is not None and proof.support is not None and not proof.support:
         return Support.no(proof.support.reason)
-    if native is not None:
-        return SUPPORTED
     cache = runner.cache
-    if any(kind.indexed for kind in cache.kinds):
-        return Support.no("a layer's index of tokens is not taken back on a GPU")
     if any(kind.rate is not None for kind in cache.kinds):
         return Support.no("a layer's compressed keys are not taken back")
+    if native is not None:
+        return SUPPORTED
+    if any(kind.indexed for kind in cache.kinds):
+        return Support.no("a layer's index of tokens is not taken back on a GPU")
     if any(kind.is_chunked for kind in cache.kinds):
         return Support.no("its attention is chunked, and the tokens of a step may be in two chunks")
     if cache.rings and not cache.room:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ktinject.support import Support
@@ -91,8 +90,6 @@ def of_connection(module: Any) -> HyperConnectionSpec | Support:
     outputs, columns = module.fn.shape
     if outputs != (2 + streams) * streams or columns % streams:
         return Support.no(f"fn is {list(module.fn.shape)} of {streams} streams")
-    if any(parameter.dtype != torch.float32 for parameter in module.parameters()):
-        return Support.no("its parameters are not float32")
     return HyperConnectionSpec("", streams, iterations, eps, norm_eps)
 
 

@@ -69,7 +69,8 @@ struct Step {
   // it. The cache has one row, and masks are of positions up to each row's own.
   bool consecutive = false;
   int most_chosen = 0;     // places that an indexer chooses at most, if it would choose more; 0: as many as it does
-  bool makes_all = false;  // compressors make the keys of windows that are not complete, too, which nobody sees
+  // Compressors make the key of a window that is not complete, too; where no index chooses, it is seen.
+  bool makes_all = false;
   // [batch], 0 for rows whose text has ended, for which no routed expert is computed; null: there are none.
   const uint8_t* live = nullptr;
   // [batch]: of each token in its text, which padding before it is not counted in; null: there is none

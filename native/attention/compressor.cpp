@@ -125,6 +125,7 @@ void Compressor::make_key(const Step& step, int row, std::span<const Cached> par
         from(parts[1], s - before, width, first_value + first, logit);
         const float* bias = config_.bias + product(s - before, width) + first_value + first;
         for (int i = 0; i < count; ++i) logit[i] += bias[i];
+        if (config_.rounds_sum) ops.round(logit, count, step.dtype);
       }
       for (int i = 0; i < count; ++i) {
         for (int s = 0; s < slots; ++s) weights[s] = logits[s * kValuesOfTask + i];
@@ -157,6 +158,7 @@ void Compressor::leave_overlap(int row, std::span<const Cached> parts) const {
     auto* gate = reinterpret_cast<float*>(at(parts[4], row, slot, d));
     ops.widen(at(parts[1], row, slot, width), d, parts[1].dtype, gate);
     for (int i = 0; i < d; ++i) gate[i] += config_.bias[product(slot, width) + static_cast<size_t>(i)];
+    if (config_.rounds_sum) ops.round(gate, d, parts[1].dtype);
   }
 }
 

@@ -32,6 +32,7 @@ struct CompressorConfig {
   float scale = 1;                // of cos and sin
   int rate = 0, turned = 0;
   bool overlaps = false;
+  bool rounds_sum = false;  // gate + bias is rounded to the model's dtype
 };
 
 // Keeps in a layer's cache kv and gate [batch, rate, width] and keys [batch, windows, d]; and where windows overlap,

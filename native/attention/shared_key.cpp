@@ -120,8 +120,11 @@ void SharedKeyAttention::compress(const float* x, const float* low, const Step& 
   }
   config_.compressor->forward(x, step, parts_of(cache, false));
   if (config_.index != nullptr) return config_.index->forward(x, low, step, parts_of(cache, true), chosen);
+  // A key that is made although its window is not complete is also seen, so that a comparison shows it.
+  const int begun = step.position / config_.compressor->rate(),
+            complete = (step.position + 1) / config_.compressor->rate();
   for (std::vector<int>& windows : chosen) {
-    windows.resize(static_cast<size_t>((step.position + 1) / config_.compressor->rate()));
+    windows.resize(static_cast<size_t>(step.makes_all ? begun + 1 : complete));
     std::iota(windows.begin(), windows.end(), 0);
   }
 }

@@ -53,7 +53,7 @@ void def_compressor(nb::module_& m) {
       .def(
           "__init__",
           [](attention::Compressor* self, const HeldProjection& kv, const HeldProjection& gate, const FloatMatrix& bias,
-             const HeldNorm& norm, const FloatVector& angles, float scale) {
+             const HeldNorm& norm, const FloatVector& angles, float scale, bool rounds_sum) {
             attention::CompressorConfig config;
             config.kv = kv.projection;
             config.gate = gate.projection;
@@ -61,6 +61,7 @@ void def_compressor(nb::module_& m) {
             config.norm = norm.norm;
             config.angles = angles.data();
             config.scale = scale;
+            config.rounds_sum = rounds_sum;
             config.rate = size_of(bias.shape(0), "bias");
             config.turned = 2 * size_of(angles.shape(0), "angles");
             config.overlaps = bias.shape(1) == 2 * static_cast<size_t>(norm.norm.size);
@@ -69,8 +70,8 @@ void def_compressor(nb::module_& m) {
             new (self) attention::Compressor(config);
           },
           nb::kw_only(), nb::arg("kv"), nb::arg("gate"), nb::arg("bias"), nb::arg("norm"), nb::arg("angles"),
-          nb::arg("scale"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
+          nb::arg("scale"), nb::arg("rounds_sum") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>());
   nb::class_<attention::CompressedIndex>(m, "CompressedIndex", "Chooses compressed keys.")
       .def(
           "__init__",

@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ktinject import _native
-from ktinject.generation import block_index_spec, loop
+from ktinject.generation import block_index_spec, compressed, loop
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import LayerKind, tensors_of
+from ktinject.generation.compressed import CompressedLayer
 from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers
 from ktinject.generation.cpu.native_parts import UnknownLayer
-from ktinject.generation.cpu.native_rotation import Rotation, parts_of
+from ktinject.generation.cpu.native_rotation import Rotation
+from ktinject.generation.cpu.native_streams import showing_begun
 from ktinject.generation.masks import Masks
 from ktinject.operators.offload import submits
 from ktinject.operators.probes import twin
@@ -49,14 +51,20 @@ class _Call:
 
     def kept(self, index: int, kind: LayerKind) -> list[Tensor]:
         """What a layer has left in the cache: a copy."""
-        place = self.cache_position % (kind.window or self.cache_position + 1)
-        tensors = tensors_of(self.cache.layers[index])
-        return [(tensor if kind.is_state else tensor[:, :, place]).clone() for tensor in tensors]
+        layer, place = self.cache.layers[index], self.cache_position % (kind.window or self.cache_position + 1)
+        found = [tensor if kind.is_state else tensor[:, :, place] for tensor in tensors_of(layer)]
+        if isinstance(layer, CompressedLayer):
+            window, slot = divmod(self.cache_position, layer.rate)
+            for part in layer.parts.values():
+                found += [part.kv[:, slot], part.gate[:, slot], part.keys[:, window], *part.overlap]
+        return [tensor.clone() for tensor in found]
 
-    def put_back(self, index: int, state: list[Tensor]) -> None:
-        """The state of a layer as it was."""
-        for tensor, value in zip(tensors_of(self.cache.layers[index]), state):
-            tensor.copy_(value)
+    def states(self, index: int, kind: LayerKind) -> list[Tensor]:
+        """What a step of a layer goes on from, and changes."""
+        layer = self.cache.layers[index]
+        if isinstance(layer, CompressedLayer):
+            return [tensor for part in layer.parts.values() for tensor in part.overlap]
+        return [*tensors_of(layer)] if kind.is_state else []
 
 
 class Proof:
@@ -105,7 +113,7 @@ class NativeDecoder:
             layers = self._layers
             x = layers.embedded(ids)
             rotation = layers.rotations(x, positions)
-            out = self._run(call, x[:, 0], rotation, 0, len(layers), layers.norm)
+            out = self._run(call, layers.streamed(x)[:, 0], rotation, 0, len(layers), layers.norm)
             return layers.logits(model, out)
         model = self._comparing(model, call) if self.support else model
         return loop.logits_of(model, ids, self._layers.masks.of(cache, model), positions, cache)[:, -1]
@@ -127,7 +135,7 @@ class NativeDecoder:
         cos, sin = layers.rotations.side_by_side(layers.rotations(x, positions), 0)
         out = torch.empty_like(x[0])
         layers.decoder.forward(
-            x=x[0],
+            x=layers.streamed(x)[0].flatten(1),
             cos=cos,
             sin=sin,
             mask=mask.expand(ids.shape[1], -1),
@@ -138,6 +146,8 @@ class NativeDecoder:
             final_norm=layers.norm,
             consecutive=True,
             positions=positions[0].contiguous(),
+            tokens=ids[0].contiguous(),
+            head=layers.head,
             out=out,
         )
         return layers.logits(model, out), out
@@ -176,11 +186,15 @@ class NativeDecoder:
         norm: Any = None,
         most_chosen: int = 0,
     ) -> Tensor:
-        """x [b, hidden] through layers first to last - 1, of which indexers choose at most so many places."""
+        """x [b, hidden], or [b, streams, hidden], through layers first to last - 1; behind the norm [b, hidden].
+
+        most_chosen  of a step that is compared: indexers choose at most so many places
+        """
         cos, sin = self._layers.rotations.side_by_side(rotation, (slice(None), 0))
-        out = torch.empty_like(x)
+        head = None if norm is None else self._layers.head
+        out = torch.empty_like(x if head is None else x[:, 0])
         self._layers.decoder.forward(
-            x=x,
+            x=x.flatten(1),
             cos=cos,
             sin=sin,
             mask=call.mask[:, 0, 0],
@@ -192,7 +206,10 @@ class NativeDecoder:
             live=submits.live_rows(x),
             most_chosen=most_chosen,
             positions=call.positions[:, 0].contiguous(),
-            out=out,
+            tokens=call.ids[:, 0].contiguous(),
+            makes_all=most_chosen > 0,
+            head=head,
+            out=out.flatten(1),
         )
         return out
 
@@ -203,8 +220,13 @@ class NativeDecoder:
             tensors = [tensors_of(layer) or (torch.empty(1, 1, 1),) for layer in cache.layers]
             kinds = self._layers.kinds
             indexes = [one[2] if kind.indexed and len(one) > 2 else None for kind, one in zip(kinds, tensors)]
+            parts = [_parts_of(layer) for layer in cache.layers]
             self._caches[cache] = _native.DecoderCache(
-                [one[0] for one in tensors], [one[min(1, len(one) - 1)] for one in tensors], indexes
+                [one[0] for one in tensors],
+                [one[min(1, len(one) - 1)] for one in tensors],
+                indexes,
+                [tensor for held in parts for tensor in held],
+                [*map(len, parts)],
             )
         return self._caches[cache]
 
@@ -213,34 +235,38 @@ class NativeDecoder:
         layers = self._layers
         expected = layers.embedded(call.ids)
         rotation = layers.rotations(expected, call.positions)
-        # So few places that indexers have to choose, however short the text is.
-        few = max(1, call.cache_position // 2)
+        expected = layers.streamed(expected)
+
+        def few(index: int) -> int:
+            """So few places, or windows of them, that indexers have to choose, however short the text is."""
+            return max(1, call.cache_position // (2 * (layers.kinds[index].rate or 1)))
+
         before: dict[int, list[Tensor]] = {}  # the states of layers that have one
 
         def before_layer(index: int, *_: Any) -> None:
-            if layers.kinds[index].is_state:
-                before[index] = call.kept(index, layers.kinds[index])
+            before[index] = [tensor.clone() for tensor in call.states(index, layers.kinds[index])]
 
         def after_layer(index: int, args: Any, kwargs: Any, output: Any) -> None:
             nonlocal expected
             x = args[0] if args else kwargs["hidden_states"]
-            given = kwargs.get("position_embeddings")
+            given = layers.rotations.given(kwargs.get("position_embeddings"), index)
             if not torch.equal(x, expected):
                 raise UnknownLayer("it is given something else than the layer before it gave")
-            if not _are_equal(parts_of(given), layers.rotations.of_layer(rotation, index)):
+            if not _are_equal(given, layers.rotations.of_layer(rotation, index)):
                 raise UnknownLayer("it is given another rotation than the model's own")
             expected = output[0] if isinstance(output, tuple) else output
             kind = layers.kinds[index]
             if index in self._unproven or kind.indexed:  # a layer may go by the choice of one before it
-                kept = call.kept(index, kind)
-                if kind.is_state:
-                    call.put_back(index, before[index])
-                ours = self._run(call, x[:, 0], rotation, index, index + 1, most_chosen=few)
+                kept, states = call.kept(index, kind), call.states(index, kind)
+                after = [tensor.clone() for tensor in states]
+                _put_back(states, before[index])
+                ours = self._run(call, x[:, 0], rotation, index, index + 1, most_chosen=few(index))
                 agreement = _agreement(ours, expected[:, 0], x[:, 0])
+                if agreement and layers.streams > 1:  # to whose sum the parts alone are added
+                    agreement = _agreement(*(one.float().sum(1) for one in (ours, expected[:, 0], x[:, 0])))
                 for a, b in zip(call.kept(index, kind), kept):
                     agreement = agreement and _agreement(a, b, torch.zeros_like(b))
-                if kind.is_state:
-                    call.put_back(index, kept)
+                _put_back(states, after)
                 self._note(index, agreement)
 
         def after_norm(args: Any, kwargs: Any, output: Any) -> None:
@@ -268,7 +294,7 @@ class NativeDecoder:
 
         twins = []
         for i, layer in enumerate(layers.layers):
-            twins.append(_choosing_few(layer, few))
+            twins.append(_compared(layer, few(i)))
             compare = hook(f"layer {i}", functools.partial(after_layer, i))
             twins[i].register_forward_hook(compare, with_kwargs=True)
             twins[i].register_forward_pre_hook(functools.partial(before_layer, i))
@@ -295,13 +321,30 @@ class NativeDecoder:
             logger.info("decode steps keep transformers' own operations: %s", why)
 
 
-def _choosing_few(layer: nn.Module, few: int) -> nn.Module:
-    """A twin of a layer whose indexer, if it has one, chooses so many places at most: also one that chooses blocks."""
+def _parts_of(layer: Any) -> list[Tensor]:
+    """What the compressors of a cache's layer keep, in the order in which the native ones take it."""
+    if not isinstance(layer, CompressedLayer):
+        return []
+    return [held for part in layer.parts.values() for held in (part.kv, part.gate, part.keys, *part.overlap)]
+
+
+def _put_back(tensors: list[Tensor], values: list[Tensor]) -> None:
+    for tensor, value in zip(tensors, values):
+        tensor.copy_(value)
+
+
+def _compared(layer: nn.Module, few: int) -> nn.Module:
+    """A twin of a layer whose indexer, if it has one, chooses so many places at most: also one that chooses blocks. Its
+    compressor shows a window that is not complete.
+    """
 
     def chooses(module: nn.Module) -> bool:
         return "index_topk" in vars(module) or block_index_spec.is_one(module)
 
-    found = twin.tree(layer, chooses)
+    compressors = {*compressed.compressors_of(layer)}
+    found = twin.tree(layer, lambda module: chooses(module) or module in compressors)
+    for module in compressed.compressors_of(found):
+        vars(module)["forward"] = showing_begun(module.forward)
     for module in filter(chooses, found.modules()):
         own = vars(module)
         if "index_topk" in own:

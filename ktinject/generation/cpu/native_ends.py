@@ -126,9 +126,10 @@ def read_as(model: Any, path: str, name: str, vocabulary: int) -> Tensor | None:
     return None if torch.equal(read, ids[0]) else read
 
 
-def embedding_scale(module: nn.Module, name: str) -> Scale:
+def embedding_scale(module: nn.Module, name: str, streams: int = 1) -> Scale:
     """What the module that owns embeddings, under this name, and layers multiplies them with before its first layer.
 
+    streams  that the first layer gets: all the same
     Raises  UnknownLayer where it makes something else of them, or cannot be tried out
     """
     given = torch.linspace(-3, 3, 16, dtype=torch.float64).view(1, 1, -1)
@@ -143,6 +144,8 @@ def embedding_scale(module: nn.Module, name: str) -> Scale:
     with _tried_out() as reached, twin.on_cpu():
         twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
     found = next(iter(reached), None)
+    if streams > 1 and isinstance(found, Tensor) and found.shape == (1, 1, streams, given.shape[-1]):
+        found = found[:, :, 0] if torch.equal(found, found[:, :, :1].expand_as(found)) else None
     scale = Scale.between(given, found) if isinstance(found, Tensor) and found.shape == given.shape else None
     if scale is None:
         raise UnknownLayer("the model changes embeddings before its first layer")

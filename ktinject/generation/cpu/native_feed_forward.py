@@ -60,6 +60,7 @@ def feed_forward(
         gate=None if spec.shared_gate is None else _gate(module.get_submodule(spec.shared_gate), dtype),
         narrow_in=linear(module, spec.narrow[0]) if spec.narrow else None,
         narrow_out=linear(module, spec.narrow[1]) if spec.narrow else None,
+        table=_table(chosen, router),
     )
 
 
@@ -78,6 +79,16 @@ def _bias(spec: RouterSpec, router: nn.Module, copies: list[tuple[Tensor, Tensor
 def _parameter(name: str, router: nn.Module, copies: list[tuple[Tensor, Tensor]]) -> Tensor | None:
     """A router's parameter of one number an expert, in fp32."""
     return wide(router.get_parameter(name), copies) if name else None
+
+
+def _table(spec: RouterSpec, router: nn.Module) -> Tensor | None:
+    """The experts of each token, [vocabulary, top_k] int64, where they are not chosen."""
+    if not spec.table:
+        return None
+    table = router.get_buffer(spec.table)
+    if table.dtype != torch.int64 or not table.is_contiguous() or table.shape[-1] != spec.top_k:
+        raise UnknownLayer(f"the {spec.table} of its {type(router).__name__} is no list of experts")
+    return table
 
 
 def _router_norm(spec: RouterSpec, router: nn.Module, dtype: torch.dtype) -> Any:

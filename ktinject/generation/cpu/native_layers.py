@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.generation import layer_spec, masks
+from ktinject.generation import compressed_probe, layer_spec, masks, streams_spec
 from ktinject.generation.block_index_spec import BlockIndexSpec
 from ktinject.generation.cache_layers import LayerKind, kinds_of
-from ktinject.generation.cpu import native_ends
+from ktinject.generation.cpu import native_ends, native_streams
 from ktinject.generation.cpu.native_feed_forward import feed_forward
 from ktinject.generation.cpu.native_parts import (
     UnknownLayer,
@@ -75,7 +75,8 @@ class NativeLayers:
         self.embed = child_of(self.module, embed, nn.Embedding, "the model")
         self.layers = child_of(self.module, "layers", nn.ModuleList, "the model")
         self._head_path = native_ends.head_path(model, self.path)
-        if extra := held - {embed, "layers", rotary, last}:
+        self.streams = native_streams.count(self.layers)
+        if extra := held - {embed, "layers", rotary, last, *native_streams.heads(self.streams)}:
             raise UnknownLayer(f"the model also holds {', '.join(sorted(extra))}")
         self.rotary = child_of(self.module, rotary, nn.Module, "the model") if rotary in held else None
         weight = self.embed.weight
@@ -83,12 +84,18 @@ class NativeLayers:
             raise UnknownLayer(f"the model is {weight.dtype}")
         last_norm = child_of(self.module, last, nn.Module, "the model")
         self.norm = norm(known(layer_spec.of_norm(last_norm)), last_norm, weight.dtype)
-        self.decoder = _native.Decoder(weight.shape[1], str(weight.dtype).removeprefix("torch."))
+        name = str(weight.dtype).removeprefix("torch.")
+        self.decoder = _native.Decoder(weight.shape[1], name, self.streams)
         self.copies: list[tuple[Tensor, Tensor]] = []
+        self.head = native_streams.head(self.module, self.streams, weight.shape[1], self.copies)
         self.kinds = kinds_of(model.config)
         if len(self.kinds) != len(self.layers):
             raise UnknownLayer(f"its cache has {len(self.kinds)} layers, the model {len(self.layers)}")
-        self.rotations = Rotations(self.rotary, model.config, weight[:1, None])
+        if any(kind.rate is not None for kind in self.kinds):
+            if not (support := compressed_probe.support(model)):
+                raise UnknownLayer(support.reason)
+        turned = native_streams.rotations(self.layers)
+        self.rotations = Rotations(self.rotary, model.config, weight[:1, None], turned)
         for index, (layer, kind) in enumerate(zip(self.layers, self.kinds)):
             try:
                 angles = self.rotations.columns(index)
@@ -98,13 +105,17 @@ class NativeLayers:
                 raise UnknownLayer(f"layer {index}: {error}") from None
         self.masks = known(masks.of_model(model))
         self._read_as = native_ends.read_as(model, self.path, embed, self.embed.num_embeddings)
-        self._embedding_scale = native_ends.embedding_scale(self.module, embed)
+        self._embedding_scale = native_ends.embedding_scale(self.module, embed, self.streams)
         self._logits_scale = native_ends.logits_scale(model, self.path)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """[b, 1] ids → [b, 1, hidden], as the model's first layer gets them."""
         found: Tensor = self.embed(ids if self._read_as is None else self._read_as[ids])
         return self._embedding_scale(found)
+
+    def streamed(self, x: Tensor) -> Tensor:
+        """[..., hidden] as the model's first layer gets it: [..., streams, hidden] where there are several."""
+        return x if self.streams == 1 else x.unsqueeze(-2).repeat_interleave(self.streams, dim=-2)
 
     def logits(self, model: Any, x: Tensor) -> Tensor:
         """[..., hidden] behind the last norm → [..., v]"""
@@ -128,6 +139,8 @@ def _layer(
     angles          the columns of the rotation that are its kind's
     is_interleaved  the model gives the two of an angle beside each other
     """
+    if streams_spec.is_layer(layer):
+        return native_streams.layer(layer, kind, dtype, copies, angles)
     spec = known(layer_spec.of_layer(layer))
 
     def norm_of(found: NormSpec | None) -> Any:

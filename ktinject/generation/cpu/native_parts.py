@@ -68,6 +68,8 @@ def norm(spec: NormSpec | None, owner: nn.Module, dtype: torch.dtype) -> Any:
         if weight.dtype != dtype or not weight.is_contiguous() or (bias is not None and bias.dtype != dtype):
             raise UnknownLayer(f"a {type(module).__name__} is no layer norm of the model's dtype")
         return _native.Norm(weight, rms.epsilon, rounds_first=False, centred=True, bias=bias)
+    if weight.dtype == torch.float32 != dtype and not rms.rounds_before_weight and not rms.has_unit_offset:
+        return _native.Norm(weight, rms.epsilon, rounds_first=False, is_wide=True)
     if weight.dtype != dtype or not weight.is_contiguous():
         raise UnknownLayer(f"a {type(module).__name__} is no RMS norm of the model's dtype")
     if rms.has_unit_offset and rms.rounds_before_weight and dtype != torch.float32:

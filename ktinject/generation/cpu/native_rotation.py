@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +18,14 @@ Rotation = list[tuple[Tensor, Tensor]]
 class Rotations:
     """Gives the rotation of positions [b, n]. The first step compares it with what the model's layers are given."""
 
-    def __init__(self, rotary: Any, config: Any, x: Tensor) -> None:
-        """rotary: the model's rotary embedding, or None. x [1, 1, hidden]. Raises UnknownLayer."""
+    def __init__(self, rotary: Any, config: Any, x: Tensor, named: Sequence[str] = ()) -> None:
+        """rotary: the model's rotary embedding, or None. x [1, 1, hidden]. Raises UnknownLayer.
+
+        named  of layers that find theirs themselves among those of all kinds: its name
+        """
         self._rotary, self._axes = rotary, 0
         text = config.get_text_config()
-        types = getattr(text, "layer_types", None) or []
+        types = [*named] or getattr(text, "layer_types", None) or []
         # Of models that have one for each kind of layer: the kinds, and each layer's.
         self._names: list[str] = []
         if rotary is not None and "layer_type" in inspect.signature(type(rotary).forward).parameters:
@@ -31,11 +35,11 @@ class Rotations:
                     f"its config has {len(types)} layer_types, the model {text.num_hidden_layers} layers"
                 )
         self._kind = [self._names.index(name) if self._names else 0 for name in types]
-        named = ["_".join((name, "inv_freq")) for name in self._names] or ["inv_freq"]
-        self._frequencies = [getattr(rotary, name, torch.empty(0)).shape[-1] for name in named]
+        buffers = ["_".join((name, "inv_freq")) for name in self._names] or ["inv_freq"]
+        self._frequencies = [getattr(rotary, name, torch.empty(0)).shape[-1] for name in buffers]
         try:
             found = self._find_axes(x)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, KeyError) as error:
             name = type(rotary).__name__
             raise UnknownLayer(f"its {name} is called in another way: {error}") from None
         # Whether the two values of an angle lie beside each other, as Cohere has them; of angles of 0 nothing shows.
@@ -64,6 +68,12 @@ class Rotations:
     def of_layer(self, rotation: Rotation, index: int) -> tuple[Tensor, Tensor] | None:
         """What a layer is given."""
         return rotation[self._kind[index] if self._names else 0] if rotation else None
+
+    def given(self, rotation: Any, index: int) -> Any:
+        """What a layer takes of what it is given: that of its kind, where there are those of all."""
+        if isinstance(rotation, dict) and self._names:
+            rotation = rotation.get(self._names[self._kind[index]])
+        return parts_of(rotation)
 
     def columns(self, index: int) -> tuple[int, int]:
         """Where what a layer turns by begins in `side_by_side`, and how many columns it has; (0, -1): all."""

@@ -58,8 +58,10 @@ def attention_step(spec: SharedKeyAttentionSpec, module: Any) -> Step:
     return step
 
 
-def compressor_step(spec: CompressorSpec, module: Any) -> Step:
-    """Of a compressor whose keys are all seen, or chosen by an index."""
+def compressor_step(spec: CompressorSpec, module: Any) -> Step | None:
+    """Of a compressor whose keys are all seen, or chosen by an index; None: of dtypes that the kernels do not have."""
+    if not (_is_wide(module) and (spec.indexer is None or _is_wide(module.indexer))):
+        return None
     own = type(module).forward
 
     def step(
@@ -87,8 +89,10 @@ def compressor_step(spec: CompressorSpec, module: Any) -> Step:
     return step
 
 
-def indexer_step(spec: CompressorSpec, module: Any) -> Step:
-    """Of an index, which chooses a compressor's keys by keys of its own."""
+def indexer_step(spec: CompressorSpec, module: Any) -> Step | None:
+    """Of an index, which chooses a compressor's keys by keys of its own; None as above."""
+    if not _is_wide(module):
+        return None
     own = type(module).forward
 
     def step(
@@ -108,6 +112,10 @@ def indexer_step(spec: CompressorSpec, module: Any) -> Step:
         return torch.where(chosen >= ((seen + 1) // layer.rate)[:, None, None], -1, chosen)
 
     return step
+
+
+def _is_wide(module: Any) -> bool:
+    return {module.position_bias.dtype, module.kv_norm.weight.dtype} == {torch.float32}
 
 
 def _layer_of(cache: Any, index: int, hidden_states: Tensor) -> CompressedLayer | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ktinject.generation.cuda import streams_ops
@@ -14,7 +15,8 @@ from ktinject.operators.hybrid_experts import HybridExperts
 
 
 def connection_step(spec: HyperConnectionSpec, module: Any, block_counts: Tensor) -> Step | None:
-    if spec.streams != streams_ops.STREAMS:
+    is_narrow = any(parameter.dtype != torch.float32 for parameter in module.parameters())
+    if spec.streams != streams_ops.STREAMS or is_narrow:
         return None
     own = type(module).forward
 
