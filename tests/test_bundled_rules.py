@@ -31,6 +31,7 @@ DECODES = {
     "deepseek_v2": "native loop",
     "deepseek_v3": "native loop",
     "deepseek_v32": "native loop",
+    "deepseek_v4": "native loop",
     "dots1": "native loop",
     "ernie4_5_moe": "native loop",
     "exaone_moe": "native loop",

@@ -68,7 +68,7 @@ struct Step {
   // Rows are tokens of one text, the first at `position`, the others after it, of which each attends to those before
   // it. The cache has one row, and masks are of positions up to each row's own.
   bool consecutive = false;
-  int most_chosen = 0;     // places that an indexer chooses at most, if it would choose more; 0: as many as it does
+  int most_chosen = 0;  // places that an indexer chooses at most, if it would choose more; 0: as many as it does
   // Compressors make the key of a window that is not complete, too; where no index chooses, it is seen.
   bool makes_all = false;
   // [batch], 0 for rows whose text has ended, for which no routed expert is computed; null: there are none.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int kValuesOfTask = 16;  // of a key
 constexpr int kWindowsOfTask = 64;
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 std::byte* at(const Cached& cached, int row, int place, int width) {
   const size_t before = product(row, cached.shape[1]) + static_cast<size_t>(place);
@@ -197,8 +199,9 @@ void CompressedIndex::forward(const float* x, const float* low, const Step& step
     float* query = q + product(row, heads, size);
     for (int h = 0; h < heads; ++h) turn_end(step, row, size, false, query + product(h, size));
     score(query, weights + product(row, heads), step, Compressor::keys_of(parts, row), seen, scores);
-    order.resize(static_cast<size_t>(seen));
-    for (int i = 0; i < seen; ++i) order[static_cast<size_t>(i)] = {scores[i], i};
+    // With those that are complete in the cache, as transformers has them: so of scores that tie, the same are taken.
+    order.resize(static_cast<size_t>(windows));
+    for (int i = 0; i < windows; ++i) order[static_cast<size_t>(i)] = {i < seen ? scores[i] : kLowest, i};
     take_top(order, most, false);
     places.resize(static_cast<size_t>(most));
     for (int i = 0; i < most; ++i) places[static_cast<size_t>(i)] = order[static_cast<size_t>(i)].second;

@@ -61,7 +61,8 @@ void SharedKeyAttention::check_cache(const Step& step, const LayerCache& cache) 
   if (step.consecutive) throw std::invalid_argument("attention: steps of several tokens of one text are not served");
   if (cache.first.dtype != step.dtype || shape.size() != 4 || shape[0] != step.batch || shape[1] != 1 ||
       shape[2] > config_.window || shape[3] != config_.size ||
-      (step.position >= shape[2] && shape[2] != config_.window))
+      (step.position >= shape[2] && shape[2] != config_.window) || cache.second.shape != shape ||
+      cache.second.dtype != step.dtype)
     throw std::invalid_argument("cache: keys must be [" + std::to_string(step.batch) + ", 1, places up to " +
                                 std::to_string(config_.window) + ", " + std::to_string(config_.size) +
                                 "] of the model's dtype");
@@ -107,8 +108,10 @@ void SharedKeyAttention::prepare(const Step& step, int row, float* q, float* key
   }
   ops.rms_norm(key, config_.kv_norm, step.dtype, key);
   turn_end(step, row, size, false, key);
+  // A cache may hold keys once more, as values.
   const size_t place = product(row, cache.first.shape[2]) + static_cast<size_t>(step.position % config_.window);
-  ops.store(key, size, step.dtype, static_cast<std::byte*>(cache.first.data) + place * product(size, 1) * step.width());
+  for (const Cached* held : {&cache.first, &cache.second})
+    ops.store(key, size, step.dtype, static_cast<std::byte*>(held->data) + place * product(size, 1) * step.width());
 }
 
 void SharedKeyAttention::compress(const float* x, const float* low, const Step& step, const LayerCache& cache,

@@ -172,8 +172,8 @@ void Mixture::check_router() const {
     throw std::invalid_argument("router: a bias belongs to a weight; a linear layer has its own");
   if (router_.by_logits && (router_.correction != nullptr || router_.groups > 1))
     throw std::invalid_argument("router: a choice by logits has no corrections and groups");
-  if (router_.table != nullptr && (router_.correction != nullptr || router_.by_logits || router_.nearness != 0 ||
-                                   router_.groups > 1 || router_.vocabulary < 1))
+  if (router_.table != nullptr &&
+      (router_.by_logits || router_.nearness != 0 || router_.groups > 1 || router_.vocabulary < 1))
     throw std::invalid_argument("router: experts that go by tokens are not chosen in another way, too");
   if (router_.nearness != 0 && (router_.nearness < 0 || router_.top_k != 2 || count < 2 || router_.by_logits ||
                                 router_.correction != nullptr || router_.groups > 1 || router_.normed))

@@ -119,6 +119,7 @@ def mixture() -> dict[str, Any]:
         "gate": torch.zeros(1, 64),
         "bias": torch.zeros(2),
         "expert_factors": torch.ones(2),
+        "table": torch.zeros(5, 1, dtype=torch.int64),
     }
 
 
@@ -185,6 +186,26 @@ def indexer() -> dict[str, Any]:
     return {**projections, **sizes, "norm_weight": torch.ones(4), "norm_bias": torch.zeros(4)}
 
 
+def compressor() -> dict[str, Any]:
+    norm = _native.Norm(torch.ones(8), 1e-6, rounds_first=False)
+    projections = {name: _native.Projection(linear=linear(16, 64)) for name in ("kv", "gate")}
+    return {**projections, "bias": torch.zeros(3, 16), "norm": norm, "angles": torch.ones(2), "scale": 1.0}
+
+
+def shared_key() -> dict[str, Any]:
+    """Four heads of 8 values."""
+    linears = {
+        "q_a": linear(12, 64), "q_b": linear(32, 12), "kv": linear(8, 64), "o": linear(64, 6)
+    }  # fmt: skip
+    norms = {
+        name: _native.Norm(torch.ones(size), 1e-6, rounds_first=False)
+        for name, size in (("q_norm", 12), ("kv_norm", 8))
+    }
+    numbers = {"heads": 4, "size": 8, "groups": 2, "window": 7, "scale": 0.3, "query_epsilon": 1e-6}
+    tensors = {"grouped": torch.zeros(6, 16), "sinks": torch.zeros(4)}
+    return {**linears, **norms, **tensors, **numbers, "compressor": None, "index": None}
+
+
 def decoder() -> tuple[Callable[..., Any], dict[str, Any]]:
     made, norm = _native.Decoder(64, "float32"), _native.Norm(torch.ones(64), 1e-6)
     made.add(
@@ -203,6 +224,7 @@ def decoder() -> tuple[Callable[..., Any], dict[str, Any]]:
         "final_norm": norm,
         "live": torch.ones(2, dtype=torch.bool),
         "positions": torch.tensor([3, 2]),
+        "tokens": torch.tensor([5, 6]),
     }
     return made.forward, {"x": torch.randn(2, 64), **tables, **call, "out": torch.zeros(2, 64)}
 
@@ -358,8 +380,23 @@ CASES: dict[str, Case] = {
         {
             **{name: [torch.zeros(2, 2, 8, 16)] for name in ("first", "second")},
             "third": [torch.zeros(2, 1, 8, 4)],
+            "parts": [torch.zeros(2, 1, 3, 4)],
+            "part_counts": [1],
         },
     ),
+    "HyperConnection.__init__": lambda: (
+        _native.HyperConnection,
+        {
+            "streams": 2,
+            "hidden": 8,
+            "fn": torch.zeros(8, 16),
+            "base": torch.zeros(8),
+            "scale": torch.zeros(3),
+            "iterations": 1,
+        },
+    ),
+    "Compressor.__init__": lambda: (_native.Compressor, compressor()),
+    "SharedKeyAttention.__init__": lambda: (_native.SharedKeyAttention, shared_key()),
     "Projection.__init__": lambda: (
         _native.Projection,
         {"weight": torch.zeros(4, 8), "bias": torch.zeros(4)},

@@ -1,4 +1,4 @@
-"""The native twins of layers of several residual streams, and of attention with compressed keys in them (DeepSeek-V4)."""
+"""The native twins of layers of several residual streams, and of the attention with compressed keys in them."""
 
 from __future__ import annotations
 
@@ -40,20 +40,22 @@ def head(module: Any, streams: int, hidden: int, copies: Copies) -> Any:
     """Its twin; None of a model of one stream. copies: as `NativeLayers` has them."""
     if streams == 1:
         return None
-    found = getattr(module, _HEAD, None)
+    found: Any = getattr(module, _HEAD, None)
     held = {name for name, _ in found.named_parameters()} if isinstance(found, nn.Module) else set()
-    eps, norm_eps = getattr(found, "eps", None), getattr(getattr(found, "input_norm", None), "eps", None)
-    if (
-        held != {"hc_fn", "hc_base", "hc_scale"}
-        or not isinstance(eps, float)
-        or not isinstance(norm_eps, float)
-    ):
+    eps: Any = getattr(found, "eps", None)
+    norm_eps: Any = getattr(getattr(found, "input_norm", None), "eps", None)
+    has_numbers = isinstance(eps, float) and isinstance(norm_eps, float)
+    if held != {"hc_fn", "hc_base", "hc_scale"} or not has_numbers:
         raise UnknownLayer(f"its {type(found).__name__} does not collapse streams in a known way")
-    weights = {
-        name: wide(found.get_parameter(f"hc_{name}"), copies).contiguous() for name in ("fn", "base", "scale")
-    }
     return _native.HyperConnection(
-        streams=streams, hidden=hidden, **weights, norm_eps=norm_eps, eps=eps, is_head=True
+        streams=streams,
+        hidden=hidden,
+        fn=wide(found.hc_fn, copies),
+        base=wide(found.hc_base, copies),
+        scale=wide(found.hc_scale, copies),
+        norm_eps=norm_eps,
+        eps=eps,
+        is_head=True,
     )
 
 
@@ -106,8 +108,8 @@ def _attention(module: Any, kind: LayerKind, dtype: torch.dtype, copies: Copies)
     has_compressor = getattr(module, "compressor", None) is not None
     if kind.window is None or kind.is_state or kind.indexed or (kind.rate is not None) != has_compressor:
         raise UnknownLayer(f"its cache is not what a {type(module).__name__} needs")
-    grouped = adapters.unadapted(module.o_a_proj)
-    groups = getattr(grouped, "n_groups", None)
+    grouped: Any = adapters.unadapted(module.o_a_proj)
+    groups: Any = getattr(grouped, "n_groups", None)
     is_plain = isinstance(grouped, nn.Linear) and grouped.bias is None and isinstance(groups, int)
     if not is_plain or grouped.weight.dtype != dtype or not grouped.weight.is_contiguous():
         raise UnknownLayer(f"its o_a_proj is a {type(grouped).__name__} that is not known")

@@ -18,6 +18,7 @@ from ktinject.generation import layer_spec, streams_spec
 from ktinject.generation.cuda import streams_ops
 from ktinject.generation.cuda.fused import Fused
 from ktinject.generation.cuda.streams_ops import STREAMS, ConnectionWeights
+from ktinject.generation.cuda.streams_steps import connection_step
 from ktinject.generation.decoding import run_model
 from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec, TokenRoutedSpec
 from ktinject.hf import compat
@@ -72,9 +73,10 @@ class TestSpecs:
         module = connection(40)
         module.fn = nn.Parameter(module.fn[:23])
         assert streams_spec.of_connection(module).reason == "fn is [23, 160] of 4 streams"
-        assert (
-            streams_spec.of_connection(connection(40).bfloat16()).reason == "its parameters are not float32"
-        )
+        narrow = connection(40).bfloat16()
+        spec = streams_spec.of_connection(narrow)
+        assert isinstance(spec, HyperConnectionSpec)
+        assert connection_step(spec, narrow, torch.zeros(1, dtype=torch.int32)) is None
         module = connection(40)
         del module.hc_eps
         assert streams_spec.of_connection(module).reason == "it has no hc_eps, or no input_norm.eps"
