@@ -27,8 +27,8 @@ from torch.nn import functional
 from ktinject.errors import OperatorError
 from ktinject.hf import compat
 from ktinject.operators.base import Config, Operator, register_operator
-from ktinject.operators.probes import attention
-from ktinject.operators.probes.attention import EXPANSION, LatentSpec, Positions
+from ktinject.operators.probes import attention, latent_formula
+from ktinject.operators.probes.latent_formula import EXPANSION, LatentSpec, Positions
 from ktinject.operators.torch_ops import cpu_attention, packed_attention
 from ktinject.operators.torch_ops.packed_attention import Packed
 from ktinject.support import Support
@@ -53,7 +53,7 @@ class AbsorbedMlaConfig(Config):
 @register_operator("absorbed_mla")
 class AbsorbedMla(Operator):
     """DeepSeek's latent attention, also with an indexer that chooses the places to attend to (DeepSeek-V3.2, GLM-5), or
-    with queries that are multiplied with a function of their position (Mistral 4).
+    with queries that are multiplied with a function of their position (Mistral 4, Mistral Large 4).
     For each token it caches the latent and one rotary key, in transformers' caches, where an indexer keeps its own.
 
     The operator holds no weights. The attention's linears and norms stay under their names, and other rules may
@@ -64,7 +64,7 @@ class AbsorbedMla(Operator):
     Config = AbsorbedMlaConfig
     device_types = ("cuda", "cpu")
     capturable = True
-    keeps = (*attention.QUERY, *attention.LATENT, attention.OUTPUT, attention.INDEXER)
+    keeps = latent_formula.KEPT
 
     q_proj: nn.Module
     q_a_proj: nn.Module | None
@@ -75,6 +75,7 @@ class AbsorbedMla(Operator):
     kv_b_proj: nn.Linear
     o_proj: nn.Module
     indexer: Any
+    softmax_scaling: Any
 
     def __init__(self, module: nn.Module, spec: LatentSpec, config: AbsorbedMlaConfig) -> None:
         super().__init__()
@@ -82,9 +83,9 @@ class AbsorbedMla(Operator):
         self.config = config
         self.kv_values_per_token = spec.kv_lora_rank + spec.qk_rope_head_dim
         if spec.chooses == "own":
-            self.kv_values_per_token += getattr(module.get_submodule(attention.INDEXER), "head_dim", 0)
+            self.kv_values_per_token += getattr(module.get_submodule(latent_formula.INDEXER), "head_dim", 0)
         self._dtype = getattr(module, EXPANSION).weight.dtype
-        for name in attention.CHILDREN:
+        for name in latent_formula.CHILDREN:
             setattr(self, name, getattr(module, name, None))
 
     @classmethod
@@ -151,10 +152,10 @@ class AbsorbedMla(Operator):
             [spec.kv_lora_rank, spec.qk_rope_head_dim], -1
         )
         latent = self.kv_a_layernorm(latent)
-        both = attention.rotate(spec.rope, torch.cat([q_rope, k_rope], 1), position_embeddings)
+        both = latent_formula.rotate(spec.rope, torch.cat([q_rope, k_rope], 1), position_embeddings)
         q_rope, k_rope = both.split([spec.num_heads, 1], 1)
-        if spec.tuned is not None:
-            q_nope, q_rope = _tuned(spec.tuned, (q_nope, q_rope), kwargs.get("position_ids"))
+        if spec.by_position:
+            q_nope, q_rope = self._at_positions((q_nope, q_rope), kwargs.get("position_ids"))
         packed = Packed.of(kwargs)
         if packed is not None:
             latent, k_rope = self._paged(packed, latent, k_rope)
@@ -170,10 +171,20 @@ class AbsorbedMla(Operator):
             _check_mask(attention_mask, b, m, latent.shape[2])
             if spec.chooses != "none":
                 chosen = self._chosen(hidden_states, low, position_embeddings, attention_mask, kwargs)
-                attention_mask = attention.attended(attention_mask, chosen)  # type: ignore[arg-type]
+                attention_mask = latent_formula.attended(attention_mask, chosen)  # type: ignore[arg-type]
             out = self._attend(q_nope, q_rope, latent, k_rope, attention_mask)
         out = self.o_proj(out.reshape(b, m, -1))
         return (out, None, chosen) if spec.hands_on and chosen is not None else (out, None)
+
+    def _at_positions(self, parts: tuple[Tensor, Tensor], positions: Any) -> list[Tensor]:
+        """Parts of queries [b, heads, m, …] times what their positions [b or 1, m] say."""
+        b, _, m, _ = parts[0].shape
+        if not isinstance(positions, Tensor) or positions.shape not in ((b, m), (1, m)):
+            shape = tuple(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
+            raise OperatorError(
+                f"absorbed_mla: position_ids: found {shape}; allowed: a tensor {(b, m)}. Queries depend on them."
+            )
+        return [latent_formula.at_positions(self.spec, self, part, positions) for part in parts]
 
     def _chosen(
         self,
@@ -184,17 +195,16 @@ class AbsorbedMla(Operator):
         kwargs: dict[str, Any],
     ) -> Tensor:
         """[b, m, k]: the places that are attended to, beside others that the mask hides."""
-        found: Tensor | None = kwargs.get(attention.GIVEN)
+        found: Tensor | None = kwargs.get(latent_formula.GIVEN)
         if mask is None or (found is None and self.indexer is None):
-            lacks = "attention_mask" if mask is None else attention.GIVEN
+            lacks = "attention_mask" if mask is None else latent_formula.GIVEN
             raise OperatorError(
                 f"absorbed_mla: {lacks}: found None; places are chosen, which needs a tensor."
             )
         if self.indexer is not None:
-            cache, positions = compat.cache_of(kwargs), kwargs.get("position_ids")
-            found = self.indexer(
-                hidden_states, low, position_embeddings, mask[:, 0], positions, **{compat.CACHE: cache}
-            )
+            others = (position_embeddings, mask[:, 0], kwargs.get("position_ids"))
+            cache = compat.cache_of(kwargs)
+            found = latent_formula.choice(self.indexer, hidden_states, low, *others, cache=cache)
         assert found is not None
         return found
 
@@ -265,7 +275,7 @@ class AbsorbedMla(Operator):
         for first in range(0, m, step):
             rows = slice(first, min(first + step, m))
             scores = _scores(
-                q[:, :, rows].reshape(b, -1, r), q_rope[:, :, rows].reshape(b, -1, q_rope.shape[-1]),
+                q[:, :, rows].reshape(b, -1, r), q_rope[:, :, rows].flatten(1, 2),
                 latent, k_rope, spec.scaling,
             ).view(b, h, -1, s)  # fmt: skip
             if mask is not None:
@@ -305,22 +315,14 @@ class AbsorbedMla(Operator):
 def _scores(q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, scaling: float) -> Tensor:
     """scaling · (q latentᵀ + q_rope k_ropeᵀ), [b, rows, s] in fp32, or fp64 of fp64."""
     exact = q.dtype in (torch.float32, torch.float64)
+    if not q_rope.shape[2]:  # nothing is turned
+        scores = torch.bmm(q, latent.mT)
+        return (scores if exact else scores.float()) * scaling
     if exact or not q.is_cuda or torch.is_grad_enabled():
         scores = torch.baddbmm(torch.bmm(q, latent.mT), q_rope, k_rope.mT)
         return (scores if exact else scores.float()) * scaling
     scores = torch.bmm(q, latent.mT, out_dtype=torch.float32)
     return torch.baddbmm(scores, q_rope, k_rope.mT, beta=scaling, alpha=scaling, out_dtype=torch.float32)
-
-
-def _tuned(by: tuple[float, float], parts: tuple[Tensor, Tensor], positions: Any) -> list[Tensor]:
-    """Parts of queries [b, heads, m, …] times what their positions [b or 1, m] say."""
-    b, _, m, _ = parts[0].shape
-    if not isinstance(positions, Tensor) or positions.shape not in ((b, m), (1, m)):
-        shape = tuple(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
-        raise OperatorError(
-            f"absorbed_mla: position_ids: found {shape}; allowed: a tensor {(b, m)}. Queries depend on them."
-        )
-    return [attention.tuned(by, part, positions) for part in parts]
 
 
 def _check_mask(mask: Any, b: int, m: int, s: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ktinject.generation.layer_probes import ROWS, Stub, random, run_twin
+from ktinject.generation.layer_probes import ROWS, Stub, beside, random, run_twin
 from ktinject.hf import compat
 from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import refusal_of
@@ -104,12 +103,6 @@ def _there(module: Any, names: Sequence[str]) -> list[str]:
     return [name for name in names if name and getattr(module, name, None) is not None]
 
 
-def _beside(module: Any) -> dict[str, Any]:
-    """What an attention's forward takes beside what others take: Gemma 4's, a dict for keys that layers share."""
-    name = "shared_kv_states"
-    return {name: {}} if name in inspect.signature(type(module).forward).parameters else {}
-
-
 def _keys_given(module: Any, children: dict[str, Stub], rotation: Any) -> Tensor | Support:
     """The keys that an attention gives to its cache."""
     try:
@@ -120,7 +113,7 @@ def _keys_given(module: Any, children: dict[str, Stub], rotation: Any) -> Tensor
             position_embeddings=rotation,
             attention_mask=None,
             **{compat.CACHE: _Keys()},
-            **_beside(module),
+            **beside(module),
         )
     except _GivenKeys as given:
         (found,) = given.args
@@ -192,7 +185,7 @@ def tuned_queries(module: Any, heads: Sequence[str], norms: Sequence[str], gate:
             attention_mask=None,
             position_ids=torch.tensor([[position]]),
             **{compat.CACHE: _TwoKeys(position, keys, values)},
-            **_beside(module),
+            **beside(module),
         )
         return seen[-1].flatten()[0]
 
@@ -274,7 +267,7 @@ def outputs(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str =
             position_embeddings=(angles.cos(), angles.sin()),
             attention_mask=None,
             **{compat.CACHE: None},
-            **_beside(module),
+            **beside(module),
         )
     except Exception as error:  # transformers' own code, given what it may not be made for
         return refusal_of(error)

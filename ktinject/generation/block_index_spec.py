@@ -25,7 +25,7 @@ from ktinject.generation.cpu import openmp
 from ktinject.hf import compat
 from ktinject.operators.probes import norm, twin
 from ktinject.operators.probes.answer import answered_once, refusal_of
-from ktinject.operators.probes.attention import rotate
+from ktinject.operators.probes.latent_formula import rotate
 from ktinject.operators.probes.norm import RmsNormSpec
 from ktinject.support import Support
 

@@ -1,6 +1,6 @@
-"""What an indexer computes, which chooses the places that a token attends to (DeepSeek-V3.2, GLM-5).
+"""What an indexer computes, which chooses the places that a token attends to (DeepSeek-V3.2, GLM-5, Mistral Large 4).
 
-    q           = wq_b(low), a head, its first values turned          low: what q_b_proj takes
+    q           = wq_b(low), a head, its first values turned          low: what q_b_proj takes, or q_input_norm(x)
     k           = k_norm(wk(x)), its first values turned              ← what is cached
     score       = Σ over heads of weights_proj(x) · relu(q · k)       of each place that is not masked
     the choice  = the places with the top_k greatest scores
@@ -22,11 +22,15 @@ from ktinject.generation.cpu import openmp
 from ktinject.hf import compat
 from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import answered_once, refusal_of
-from ktinject.operators.probes.attention import rotate
+from ktinject.operators.probes.latent_formula import GROWTH, grown, rotate
 from ktinject.support import Support
 
 _CHILDREN = {"wq_b", "wk", "k_norm", "weights_proj"}
-_TOKENS, _PLACES = 3, 24
+# Of one that takes x alone: a norm of it, and what queries are multiplied with by their position.
+_INPUT_NORM = "q_input_norm"
+_MORE = {_INPUT_NORM, GROWTH}
+# Of so many places, the order shows small differences of their scores.
+_TOKENS, _PLACES = 3, 192
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,10 @@ class IndexerSpec:
 
     size           values of a head, and of a key
     rotary         of these that are turned, the first ones
-    rope           which pairs of values are turned together, as `LatentSpec` has it: halves or neighbours
+    rope           which pairs of values are turned together, as `LatentSpec` has it: halves, neighbours or none
     epsilon        of k_norm, a layer norm with weight and bias
+    input_epsilon  of q_input_norm, likewise, whose input is x: queries are made of that, and grow with their position
+                   (`latent_formula.grown`) before they are turned; None: of the low-rank query, and do not
     """
 
     heads: int
@@ -45,6 +51,7 @@ class IndexerSpec:
     top_k: int
     rope: str
     epsilon: float
+    input_epsilon: float | None = None
 
 
 @answered_once
@@ -53,25 +60,25 @@ def of_indexer(module: nn.Module) -> IndexerSpec | Support:
     """The spec of an indexer, or why it has none."""
     found: Any = module
     children = {name for name, _ in module.named_children()}
-    if children != _CHILDREN or [*module.parameters(recurse=False)]:
+    takes_input = children == _CHILDREN | _MORE
+    if (not takes_input and children != _CHILDREN) or [*module.parameters(recurse=False)]:
         return Support.no(f"its {type(module).__name__} holds {', '.join(sorted(children))}")
     names = ("n_heads", "head_dim", "qk_rope_head_dim", "index_topk")
     sizes = [size for name in names if isinstance(size := getattr(module, name, None), int) and size > 0]
     if len(sizes) < len(names) or sizes[2] % 2 or sizes[1] < sizes[2]:
         return Support.no(f"its {type(module).__name__} has no {', '.join(names)}, or odd ones")
-    norm = found.k_norm
-    if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
-        return Support.no(
-            f"the norm of its {type(module).__name__} is no layer norm with a weight and a bias"
-        )
+    norms = [found.k_norm, *([found.get_submodule(_INPUT_NORM)] if takes_input else [])]
+    if any(type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None for norm in norms):
+        return Support.no(f"a norm of its {type(module).__name__} is no layer norm with a weight and a bias")
     heads, size, rotary, top_k = sizes
     try:
-        rope = _rope(module, heads, size, rotary)
+        rope = _rope(module, heads, size, rotary, takes_input)
     except Exception as error:  # transformers' own code, given what it may not be made for
         return refusal_of(error)
     if rope is None:
         return Support.no(f"its {type(module).__name__} scores places in another way")
-    return IndexerSpec(heads, size, rotary, top_k, rope, norm.eps)
+    turned = 0 if rope == "none" else rotary
+    return IndexerSpec(heads, size, turned, top_k, rope, *(norm.eps for norm in norms))
 
 
 class _Index:
@@ -85,7 +92,7 @@ class _Index:
         return self.held
 
 
-def _rope(module: nn.Module, heads: int, size: int, rotary: int) -> str | None:
+def _rope(module: nn.Module, heads: int, size: int, rotary: int, takes_input: bool) -> str | None:
     """Which pairs are turned together; None if the formula gives something else than the indexer."""
     random = torch.Generator("cpu").manual_seed(0)
 
@@ -96,6 +103,7 @@ def _rope(module: nn.Module, heads: int, size: int, rotary: int) -> str | None:
     half = drawn(1, _TOKENS, rotary // 2)
     angles = torch.cat([half, half], -1)
     x, low, index = drawn(1, _TOKENS, 8), drawn(1, _TOKENS, 6), _Index(drawn(1, _PLACES, size))
+    positions = torch.tensor([[0, 3, 4000]], device="cpu") if takes_input else None
     mask = torch.ones(1, _TOKENS, _PLACES, dtype=torch.bool, device="cpu").tril(_PLACES - _TOKENS)
     seen: dict[str, Tensor] = {}
 
@@ -114,12 +122,17 @@ def _rope(module: nn.Module, heads: int, size: int, rotary: int) -> str | None:
         "k_norm": layer_probes.Stub(torch.tanh),
         "weights_proj": gives("weights_proj", weights),
     }
+    if takes_input:
+        children[_INPUT_NORM] = gives(_INPUT_NORM, low)
+        growth = {name: drawn(heads) for name in ("scale", "bias")}
+        children[GROWTH] = twin.of(module.get_submodule(GROWTH), tensors=growth)
 
     def chosen(mask: Tensor, top_k: int) -> Tensor:
         with twin.on_cpu():
             small = twin.of(module, children, attributes={"index_topk": top_k})
             rotation = (angles.cos(), angles.sin())
-            found: Tensor = twin.run(small, x, low, rotation, mask, None, **{compat.CACHE: index})
+            made_of = (x,) if takes_input else (x, low)
+            found: Tensor = twin.run(small, *made_of, rotation, mask, positions, **{compat.CACHE: index})
         return found
 
     all_places, few = chosen(mask, _PLACES), chosen(mask, 5)
@@ -127,13 +140,17 @@ def _rope(module: nn.Module, heads: int, size: int, rotary: int) -> str | None:
         torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min),
         _PLACES,
     )
-    takes = seen["wq_b"] is low and torch.equal(seen["wk"], x) and torch.equal(seen["weights_proj"], x)
-    for rope in ("halves", "neighbours"):
+    split = queries.view(1, _TOKENS, heads, size).transpose(1, 2)
+    if positions is not None:
+        split = grown(children[GROWTH], split, positions)
+    given = {"wq_b": low, "wk": x, "weights_proj": x, **({_INPUT_NORM: x} if takes_input else {})}
+    takes = all(torch.equal(seen[name], value) for name, value in given.items())
+    for rope in ("halves", "neighbours", "none"):
         turned = [
             torch.cat(
                 [rotate(rope, part[..., :rotary], (angles.cos(), angles.sin())), part[..., rotary:]], -1
             )
-            for part in (queries.view(1, _TOKENS, heads, size).transpose(1, 2), torch.tanh(key)[:, None])
+            for part in (split, torch.tanh(key)[:, None])
         ]
         products = torch.relu(turned[0] @ index.held[:, None].mT)  # [1, heads, m, n]
         scores = (weights.transpose(1, 2)[..., None] * products).sum(1).masked_fill(~mask, -torch.inf)

@@ -7,6 +7,7 @@ module of the real sizes is never run.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -19,7 +20,7 @@ from torch.nn import functional
 from ktinject.hf import compat
 from ktinject.operators.probes import experts, twin
 from ktinject.operators.probes.answer import refusal_of
-from ktinject.operators.probes.attention import GIVEN
+from ktinject.operators.probes.latent_formula import GIVEN
 from ktinject.support import SUPPORTED, Support
 
 ROWS = 3
@@ -70,6 +71,13 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 # What a model gives its layers beside hidden states; those that stand for their children have no use for it.
 ARGUMENTS = ("attention_mask", "position_ids", compat.CACHE, "position_embeddings")
+
+
+def beside(module: Any) -> dict[str, Any]:
+    """What a layer's or an attention's forward takes beside what others take: a dict for keys that layers share, as
+    Gemma 4 and Mistral Large 4 have it."""
+    name = "shared_kv_states"
+    return {name: {}} if name in inspect.signature(type(module).forward).parameters else {}
 
 
 class LayerNames(NamedTuple):
@@ -134,7 +142,7 @@ def residual_factor(
 
     if gives_more:
         children[names.attention] = Stub(mixes, names_kept=True)
-    arguments = dict.fromkeys(ARGUMENTS)
+    arguments = dict.fromkeys(ARGUMENTS) | beside(layer)
     given = {GIVEN: choices[0]} if hands_on else {}
 
     def run() -> Any:

@@ -46,7 +46,7 @@ from ktinject.generation.recurrent_spec import (
 )
 from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec, TokenRoutedSpec
 from ktinject.operators.absorbed_mla import AbsorbedMla
-from ktinject.operators.probes.attention import LatentSpec
+from ktinject.operators.probes.latent_formula import LatentSpec
 from ktinject.support import Support
 
 

@@ -88,16 +88,6 @@ void mask_of_ring(const uint8_t* mask, int position, int window, bool chunked, u
   for (int back = seen; back < window; ++back) out[(position - back) % window] = 0;
 }
 
-// values *= what queries at a position are tuned by, rounded where `rounds`; as `tuned_every` and `tuned_factor` have
-// it.
-void tune(float position, float every, float factor, DType dtype, bool rounds, std::span<float> values) {
-  const gemm::StepOps& ops = gemm::step_ops();
-  float times = std::log1p(std::floor(position / every)) * factor + 1;
-  if (rounds) ops.round(&times, 1, dtype);
-  for (float& value : values) value *= times;
-  ops.round(values.data(), static_cast<int>(values.size()), dtype);
-}
-
 }  // namespace
 
 std::vector<float> Undo::cut(int kept, std::initializer_list<int> parts) {
@@ -121,7 +111,7 @@ GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(conf
   if (config_.v_norm.weight != nullptr && config_.v_norm.size != value())
     throw std::invalid_argument("attention: a norm of values must be one of a head's " + std::to_string(value()));
   if (config_.chunked && config_.window == 0) throw std::invalid_argument("attention: chunks of how many tokens?");
-  if (config_.tuned_every < 0) throw std::invalid_argument("attention: queries tuned by less than one position");
+  if (config_.tuned.every < 0) throw std::invalid_argument("attention: queries tuned by less than one position");
   if (config_.gate != nullptr && config_.gate->config().out_features != config_.heads)
     expect(config_.gate, config_.heads * value(), "the projection to gates");
   if (config_.gated && (config_.gate != nullptr || value() != config_.size))
@@ -207,9 +197,9 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
       if (config_.gated) std::copy(one + size, one + 2 * size, gate + product(row * heads + h, size));
       float* query = q + product(row * heads + h, size);
       std::copy(head + size, head + 2 * size, query);
-      if (config_.tuned_every > 0)
-        tune(static_cast<float>(step.position_of(row)) + 1, config_.tuned_every, config_.tuned_factor, step.dtype,
-             false, {query, static_cast<size_t>(size)});
+      if (config_.tuned)
+        tune(config_.tuned, static_cast<float>(step.position_of(row)) + 1, step.dtype, false,
+             {query, static_cast<size_t>(size)});
     }
     for (int g = 0; g < groups; ++g) {
       float* one = k + product(row * groups + g, size);
@@ -394,15 +384,18 @@ LatentAttention::LatentAttention(LatentAttentionConfig config) : config_(config)
   expect(config_.kv, config_.rank + config_.rope, "kv_a_proj_with_mqa");
   if (config_.kv_norm.size != config_.rank)
     throw std::invalid_argument("attention: the latent's norm has another size");
-  if (config_.tuned_every < 0) throw std::invalid_argument("attention: queries tuned by less than one position");
-  if (config_.indexer != nullptr && (config_.q != nullptr || !config_.chooses))
-    throw std::invalid_argument("attention: an indexer takes a low-rank query, and attention goes by its choice");
+  if (config_.tuned.every < 0) throw std::invalid_argument("attention: queries tuned by less than one position");
+  if (config_.indexer != nullptr && ((config_.q != nullptr) != config_.indexer->takes_input() || !config_.chooses))
+    throw std::invalid_argument(
+        "attention: an indexer takes a low-rank query, or norms its input where there is none, and attention goes by "
+        "its choice");
 }
 
 bool LatentAttention::fits(int hidden) const {
   for (const gemm::Linear* linear : {config_.q == nullptr ? config_.q_a : config_.q, config_.kv})
     if (linear->config().in_features != hidden) return false;
-  if (config_.indexer != nullptr && !config_.indexer->fits(hidden, config_.q_a->config().out_features)) return false;
+  const int low = config_.q_a == nullptr ? hidden : config_.q_a->config().out_features;
+  if (config_.indexer != nullptr && !config_.indexer->fits(hidden, low)) return false;
   return config_.o->config().in_features == config_.heads * config_.value && config_.o->config().out_features == hidden;
 }
 
@@ -558,11 +551,11 @@ void LatentAttention::absorb(float* q, const Step& step, float* query) const {
       float* from = q + product(row * heads + h, nope + config_.rope);
       float* to = query + product(row * heads + h, wide);
       rotate(from + nope, step, row, to + rank);
-      if (config_.tuned_every > 0) {
-        const auto position = static_cast<float>(step.own_position(row));
-        for (auto [part, size] : {std::pair{from, nope}, {to + rank, config_.rope}})
-          tune(position, config_.tuned_every, config_.tuned_factor, step.dtype, true,
-               {part, static_cast<size_t>(size)});
+      const auto position = static_cast<float>(step.own_position(row));
+      for (auto [part, size] : {std::pair{from, nope}, {to + rank, config_.rope}}) {
+        const std::span<float> values(part, static_cast<size_t>(size));
+        if (config_.tuned) tune(config_.tuned, position, step.dtype, true, values);
+        if (config_.growth) tune(config_.growth, h, position, step.dtype, values);
       }
       ops.times_rows(from, w, nope, rank, step.dtype, to);
     }

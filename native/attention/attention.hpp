@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <vector>
 
+#include "attention/tuning.hpp"
 #include "gemm/linear.hpp"
 #include "gemm/step_ops.hpp"
 
@@ -133,8 +134,7 @@ struct GroupedAttentionConfig {
   Norm v_norm;                         // of a head's values (Gemma 4)
   // A row's tokens are cut into pieces of `window`, and a token attends to those of its own piece (Llama 4).
   bool chunked = false;
-  // Queries are multiplied with 1 + factor * log(1 + floor((position + 1) / every)); every 0: they are not (Llama 4).
-  float tuned_every = 0, tuned_factor = 0;
+  Steps tuned;  // of queries, for the position behind their own
 };
 
 class GroupedAttention final : public DecoderAttention {
@@ -180,9 +180,9 @@ struct LatentAttentionConfig {
   bool neighbours = false;
   bool stays = false;  // pairs of neighbours stay where they are, and the step's rotation is in fp32 (DeepSeek-V2)
   float scale = 1;
-  // Queries are multiplied with 1 + factor * log(1 + floor(position / every)), where padding before a token is not
-  // counted; every 0: they are not (Mistral 4).
-  float tuned_every = 0, tuned_factor = 0;
+  // Of queries, for their position, in which padding before a token is not counted.
+  Steps tuned;
+  Growth growth;
   // It attends to chosen places: those of its indexer, or of the layer before that has one.
   const Indexer* indexer = nullptr;
   bool chooses = false;
@@ -204,8 +204,8 @@ class LatentAttention final : public DecoderAttention {
   // The latent and rotary key of a row of kv, to the cache. latent: scratch for [rank + rope]
   void write(int row, const float* kv, const Step& step, const Places& places, float* latent,
              const LayerCache& cache) const;
-  // query [batch, heads, rank + rope], to compare with what is cached: q with the keys' up-projection absorbed. q is
-  // tuned where that is asked for.
+  // query [batch, heads, rank + rope], to compare with what is cached: q, which it tunes, with the keys' up-projection
+  // absorbed.
   void absorb(float* q, const Step& step, float* query) const;
   // head [batch, heads, value] of the attended latents [batch, heads, rank]: the values' up-projection.
   void expand(const float* sum, const Step& step, float* head) const;

@@ -24,6 +24,8 @@ Indexer::Indexer(IndexerConfig config) : config_(config) {
   if (config_.heads < 1 || config_.size < 1 || config_.top_k < 1 || config_.rotary < 0 || config_.rotary % 2 != 0 ||
       config_.rotary > config_.size)
     throw std::invalid_argument("indexer: heads, size and top_k must be positive, rotary even and at most size");
+  if (takes_input() && config_.q_norm.size != config_.q.in)
+    throw std::invalid_argument("indexer: the norm of its input has another size");
   if (config_.q.out != config_.heads * config_.size || config_.k.out != config_.size ||
       config_.weights.out != config_.heads || config_.weights.in != config_.k.in)
     throw std::invalid_argument("indexer: queries, key and weights do not fit its heads of " +
@@ -51,16 +53,29 @@ void Indexer::forward(const float* x, const float* low, const Step& step, const 
   if (step.position_of(batch - 1) >= most) {
     runtime::Arrays arrays;
     const size_t q_at = arrays.take(product(batch, heads, size)), weights_at = arrays.take(product(batch, heads)),
-                 query_at = arrays.take(product(heads, size)), scores_at = arrays.take(static_cast<size_t>(capacity));
+                 query_at = arrays.take(product(heads, size)), scores_at = arrays.take(static_cast<size_t>(capacity)),
+                 normed_at = arrays.take(takes_input() ? product(batch, config_.q.in) : 0);
     const runtime::Scratch memory(arrays.count());
     float *q = memory + q_at, *weights = memory + weights_at, *query = memory + query_at, *scores = memory + scores_at;
+    if (takes_input()) {
+      for (int row = 0; row < batch; ++row) {
+        const size_t at = product(row, config_.q.in);
+        ops.rms_norm(x + at, config_.q_norm, step.dtype, memory + normed_at + at);
+      }
+      low = memory + normed_at;
+    }
     config_.q.forward(low, batch, step.dtype, q);
     config_.weights.forward(x, batch, step.dtype, weights);
     static thread_local std::vector<std::pair<float, int>> order;
     for (int row = 0; row < batch; ++row) {
       if (step.position_of(row) < most) continue;
-      for (int h = 0; h < heads; ++h)
-        turn(ops, q + product(row * heads + h, size), size, step, row, config_.neighbours, query + product(h, size));
+      for (int h = 0; h < heads; ++h) {
+        float* one = q + product(row * heads + h, size);
+        if (config_.growth)
+          tune(config_.growth, h, static_cast<float>(step.own_position(row)), step.dtype,
+               {one, static_cast<size_t>(size)});
+        turn(ops, one, size, step, row, config_.neighbours, query + product(h, size));
+      }
       score(query, weights + product(row, heads), step, row, keys, scores);
       order.resize(static_cast<size_t>(capacity));
       for (int place = 0; place < capacity; ++place) order[static_cast<size_t>(place)] = {scores[place], place};

@@ -15,6 +15,8 @@ struct IndexerConfig {
   int heads = 0, size = 0, rotary = 0;
   int top_k = 0;            // places that are chosen at most
   bool neighbours = false;  // as `turn` has it
+  Norm q_norm;              // of x, which queries are then made of
+  Growth growth;            // of queries, for their position
 };
 
 // Keys [batch, 1, capacity, size] of the model's dtype lie in the third tensor of a layer's cache.
@@ -22,8 +24,9 @@ class Indexer {
  public:
   explicit Indexer(IndexerConfig config);
   bool fits(int hidden, int low) const;
+  bool takes_input() const { return config_.q_norm.weight != nullptr; }
   // Leaves the keys of these tokens in the cache, and in its choice what they attend to. x [batch, hidden], low [batch,
-  // what the query is made of].
+  // what the query is made of], if that is not x.
   void forward(const float* x, const float* low, const Step& step, const LayerCache& cache) const;
 
  private:

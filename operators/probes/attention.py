@@ -1,16 +1,8 @@
 """What a latent attention module computes, found out by running a small copy of it.
 
 Names and flags are not believed: a family may scale its queries by position, add an indexer or normalise somewhere
-else, under the same child names. A copy of the module's own class at toy sizes is run beside the formula below, with
-and without a cache; only where both agree is the module served.
-
-DeepSeek-V3.2's attention holds an indexer, which gives the places that each token attends to; GLM-5's may be given
-those of a layer before. What the indexer computes is its own affair.
-
-    q            = q_b(norm(q_a(x))) or q_proj(x), a head: [q_nope, rope(q_rope)], or that times what its position says
-    latent, k    = norm(first kv_lora_rank of kv_a(x)), rope(the rest of it, one for all heads)   ← what is cached
-    k_nope, v    = kv_b(latent), a head
-    out          = o(softmax(scaling * (q_nope · k_nope + q_rope · k)) v)     over the chosen places, or all
+else, under the same child names. A copy of the module's own class at toy sizes is run beside that of
+latent_formula.py, with and without a cache; only where both agree is the module served.
 """
 
 from __future__ import annotations
@@ -18,18 +10,29 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 
 from ktinject.errors import few
 from ktinject.hf import compat
 from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import Memory, PassingRefusal, answered_once, key_of, refusal_of
 from ktinject.operators.probes.comparison import Tolerance, difference
+from ktinject.operators.probes.latent_formula import (
+    CHILDREN,
+    EXPANSION,
+    GIVEN,
+    GROWTH,
+    INDEXER,
+    LATENT,
+    OUTPUT,
+    LatentSpec,
+    Positions,
+    formula,
+)
 from ktinject.support import Support
 
 # Sizes of the small copy; no two are equal, so that an exchange of them shows.
@@ -53,131 +56,10 @@ _TOLERANCE = Tolerance(
 )
 # A position at which families that scale by it do so.
 _FAR = 20_000
+# What layers that share keys hand on.
+_SHARED = "shared_kv_states"
 # What their configs call the steps of that, and how much each counts.
 _STEPS = ("original_max_position_embeddings", "llama_4_scaling_beta")
-
-QUERY = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj")
-LATENT = ("kv_a_proj_with_mqa", "kv_a_layernorm")
-EXPANSION = "kv_b_proj"
-OUTPUT = "o_proj"
-INDEXER = "indexer"
-CHILDREN = (*QUERY, *LATENT, EXPANSION, OUTPUT, INDEXER)
-# What a layer without an indexer of its own is given.
-GIVEN = "prev_topk_indices"
-
-Positions = Tensor | tuple[Tensor, Tensor] | None
-
-
-@dataclass(frozen=True)
-class LatentSpec:
-    """Sizes are values a head, but for the two ranks.
-
-    rope      which pairs of values are turned together: halves (i, i + n/2) or neighbours (2i, 2i + 1); complex:
-              neighbours, by complex numbers, left where they are; none
-    dropout   of attention weights, in training
-    chooses   whose choice of places it attends to: of its own indexer, or one that it is given; none: all places
-    hands_on  its forward returns that choice behind its output and the weights
-    tuned     (e, f) of queries that are multiplied with 1 + f · log(1 + floor(position / e)); or none
-    """
-
-    num_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    layer_idx: int
-    scaling: float
-    rope: str
-    dropout: float
-    chooses: Literal["none", "own", "given"] = "none"
-    hands_on: bool = False
-    tuned: tuple[float, float] | None = None
-
-
-def rotate(kind: str, x: Tensor, positions: Positions) -> Tensor:
-    """Rotary embedding of x [b, heads, m, n].
-
-    positions   (cos, sin) [b, m, n] each, both halves alike; complex [b, m, n / 2] for the kind `complex`
-    """
-    if kind == "none":
-        return x
-    if kind == "complex":
-        assert isinstance(positions, Tensor)
-        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * positions.to(x.device)[:, None]).flatten(-2).type_as(x)
-    assert isinstance(positions, tuple)
-    n = x.shape[-1] // 2
-    cos, sin = (table[:, None, :, :n] for table in positions)
-    a, b = (x[..., ::2], x[..., 1::2]) if kind == "neighbours" else (x[..., :n], x[..., n:])
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def tuned(by: tuple[float, float], q: Tensor, positions: Tensor) -> Tensor:
-    """Queries q [b, heads, m, n] at positions [b or 1, m], as `LatentSpec.tuned` says."""
-    every, factor = by
-    times = 1 + factor * torch.log(1 + torch.floor(positions / every))
-    return q * times[:, None, :, None].to(q.dtype)
-
-
-def attended(mask: Tensor, chosen: Tensor) -> Tensor:
-    """A mask [b or 1, 1, m, s], of bool or to be added to scores, that hides what is not chosen, too.
-
-    chosen   [b, m, k]: places
-    """
-    shape = (len(chosen), chosen.shape[1], mask.shape[-1])
-    others = torch.ones(shape, dtype=torch.bool, device=mask.device).scatter(-1, chosen.long(), False)[
-        :, None
-    ]
-    return (
-        mask & ~others if mask.dtype == torch.bool else mask.masked_fill(others, torch.finfo(mask.dtype).min)
-    )
-
-
-def formula(
-    module: Any,
-    spec: LatentSpec,
-    hidden_states: Tensor,
-    position_embeddings: Positions,
-    attention_mask: Tensor,
-    cache: Cache | None,
-    chosen: Tensor | None = None,
-    position_ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The formula above on the module's children: hidden_states [b, m, hidden] → [b, m, hidden], and the choice.
-
-    chosen   [b, m, k]: places that are attended to, of a layer that is given them
-    """
-    heads, low = (spec.num_heads, -1), None
-    if spec.q_lora_rank is None:
-        q = module.q_proj(hidden_states)
-    else:
-        low = module.q_a_layernorm(module.q_a_proj(hidden_states))
-        q = module.q_b_proj(low)
-    q_nope, q_rope = (
-        q.unflatten(-1, heads).transpose(1, 2).split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
-    )
-    latent, k_rope = module.kv_a_proj_with_mqa(hidden_states)[:, None].split(
-        [spec.kv_lora_rank, spec.qk_rope_head_dim], -1
-    )
-    latent = module.kv_a_layernorm(latent)
-    q_rope, k_rope = (rotate(spec.rope, part, position_embeddings) for part in (q_rope, k_rope))
-    if spec.tuned is not None:
-        assert position_ids is not None
-        q_nope, q_rope = (tuned(spec.tuned, part, position_ids) for part in (q_nope, q_rope))
-    if cache is not None:
-        latent, k_rope = cache.update(latent, k_rope, spec.layer_idx)
-    kv = module.kv_b_proj(latent[:, 0]).unflatten(-1, heads).transpose(1, 2)
-    k_nope, v = kv.split([spec.qk_nope_head_dim, spec.v_head_dim], -1)
-    if spec.chooses == "own":
-        chosen = module.indexer(
-            hidden_states, low, position_embeddings, attention_mask[:, 0], None, **{compat.CACHE: cache}
-        )
-    if chosen is not None:
-        attention_mask = attended(attention_mask, chosen)
-    scores = spec.scaling * (q_nope @ k_nope.mT + q_rope @ k_rope.mT) + attention_mask
-    out: Tensor = module.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-    return out, chosen
 
 
 class _Hidden:
@@ -271,7 +153,7 @@ def _way(small: Any) -> _Way | Support:
     ways: list[_Way] = [
         (rope, one)
         for one in ((None,) if by is None else (None, by))
-        for rope in ("halves", "neighbours", "complex", "none")
+        for rope in (("halves", "neighbours", "complex", "none") if sizes.qk_rope_head_dim else ("none",))
     ]
     # Beside a place far behind: where what queries are multiplied with is first another, and where nothing is.
     starts = (_FAR,) if by is None else (_FAR, max(0, int(by[0]) - 3), 0)
@@ -313,7 +195,11 @@ def _layout(module: nn.Module) -> LatentSpec | Support:
     sizes: dict[str, Any] = {
         name: getattr(module, name, None) for name in ("num_heads", *list(_SMALL)[4:7], "v_head_dim")
     }
-    wrong = [name for name, value in sizes.items() if type(value) is not int or value < 1]
+    wrong = [
+        name
+        for name, value in sizes.items()
+        if type(value) is not int or value < (name != "qk_rope_head_dim")  # of which some layers have none
+    ]
     if wrong or config is None or not isinstance(getattr(module, "scaling", None), float):
         return Support.no(f"it does not state {', '.join(wrong) or 'its config and scaling'}")
     expansion = children[EXPANSION]
@@ -331,8 +217,10 @@ def _layout(module: nn.Module) -> LatentSpec | Support:
         return Support.no("it is not causal")
     query, layer_idx = children.get("q_a_proj"), getattr(module, "layer_idx", None)
     takes_choice = GIVEN in inspect.signature(type(module).forward).parameters
-    if INDEXER in children and query is None:
-        return Support.no("it has an indexer, and no q_a_proj whose output that takes")
+    grows = children[GROWTH].named_parameters() if GROWTH in children else ()
+    held = {name: [*tensor.shape] for name, tensor in grows}
+    if GROWTH in children and held != {name: [sizes["num_heads"]] for name in ("scale", "bias")}:
+        return Support.no(f"its {GROWTH} holds something else than a scale and a bias a head")
     return LatentSpec(
         num_heads=sizes["num_heads"],
         q_lora_rank=None if query is None else query.out_features,
@@ -346,6 +234,7 @@ def _layout(module: nn.Module) -> LatentSpec | Support:
         dropout=float(getattr(module, "attention_dropout", 0.0)),
         chooses="own" if INDEXER in children else "given" if takes_choice else "none",
         hands_on=takes_choice,
+        grows=GROWTH in children,
     )
 
 
@@ -356,6 +245,7 @@ def _difference(module: nn.Module, spec: LatentSpec, far: int) -> float:
 
     What is cached is not compared where a module caches heads' keys and values (transformers 5.17, with an index).
     """
+    taken, shared = inspect.signature(type(module).forward).parameters, {}  # type: ignore[var-annotated]
     random = torch.Generator().manual_seed(1)
     n = _SMALL["qk_rope_head_dim"]
     x = torch.randn(2, 6, _SMALL["hidden_size"], generator=random, dtype=torch.float64)
@@ -378,6 +268,7 @@ def _difference(module: nn.Module, spec: LatentSpec, far: int) -> float:
             "attention_mask": mask[:, :, start:stop, :stop],
             "position_ids": torch.arange(far + start, far + stop).expand(2, -1),
             **({GIVEN: given[:, start:stop]} if spec.hands_on else {}),
+            **({_SHARED: shared} if _SHARED in taken else {}),
         }
 
     def run(forward: Callable[..., Any], names: Collection[str]) -> list[Tensor]:
@@ -393,9 +284,10 @@ def _difference(module: nn.Module, spec: LatentSpec, far: int) -> float:
         is_latent = layer.keys.shape[1] == 1 or spec.chooses == "none"
         return [*outputs, *getattr(cache, "index", ()), *((layer.keys, layer.values) if is_latent else ())]
 
-    taken = inspect.signature(type(module).forward).parameters
     keywords = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     theirs = run(module, (*at(0, 6), compat.CACHE) if keywords else taken)
+    if shared:
+        raise ValueError("other layers attend to what it keeps")
 
     def ours_by(**arguments: Any) -> Any:
         choice, cache = arguments.pop(GIVEN, None), arguments.pop(compat.CACHE)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 import ktinject
 from ktinject import OperatorError, PlanError, RuleError
 from ktinject.operators.absorbed_mla import AbsorbedMla
-from ktinject.operators.probes import attention as latent_attention
+from ktinject.operators.probes.latent_formula import LatentSpec
 from ktinject.operators.torch_ops import cpu_attention
 from tests.models import AVAILABLE, config, tiny
 from tests.reference import relative_error
@@ -252,7 +252,7 @@ def test_prompts_in_bf16_by_either_attention(kind: str, fused: bool, monkeypatch
 def test_auto_expands_long_prompts_only() -> None:
     _, swapped = pair()
     attention = swapped.model.layers[0].self_attn
-    attention.spec = latent_attention.LatentSpec(128, 1536, 512, 128, 64, 128, 0, 0.1, "halves", 0.0)
+    attention.spec = LatentSpec(128, 1536, 512, 128, 64, 128, 0, 0.1, "halves", 0.0)
     assert attention.absorbs(1, 1) and attention.absorbs(1, 100_000)
     assert attention.absorbs(64, 100_000) and not attention.absorbs(128, 100_000)
     assert not attention.absorbs(4096, 4096)

@@ -39,6 +39,7 @@ from ktinject.generation.layer_spec import (
 from ktinject.generation.layer_sums import Sums
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_linear import CpuLinear
+from ktinject.operators.probes.norm import LayerNormSpec
 
 # The dtypes of models that are served, and a unit in their last place.
 LAST_PLACE = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -148,6 +149,7 @@ def _layer(
 
     unit = spec.feed_forward
     turns_nothing = isinstance(spec.attention, GroupedAttentionSpec) and spec.attention.turning.is_none
+    turns_nothing |= isinstance(spec.attention, LatentAttentionSpec) and spec.attention.latent.rope == "none"
     first_angle, count = (0, 0) if turns_nothing else angles
     sums = spec.sums or Sums.of_residual(spec.residual)
     if isinstance(spec.attention, GroupedAttentionSpec) and not turns_nothing:
@@ -191,7 +193,7 @@ def _attention(
     if isinstance(spec, LatentAttentionSpec):
         if kind.window is not None:
             raise UnknownLayer("its latent attention has a window")
-        return _latent(spec, module, dtype)
+        return _latent(spec, module, dtype, copies)
     if isinstance(spec, GroupedAttentionSpec):
         return _grouped(spec, module, kind, dtype, copies)
     return state_twin(spec, module, dtype, copies)
@@ -238,7 +240,9 @@ def _grouped(
     )
 
 
-def _latent(spec: LatentAttentionSpec, module: AbsorbedMla, dtype: torch.dtype) -> Any:
+def _latent(
+    spec: LatentAttentionSpec, module: AbsorbedMla, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
+) -> Any:
     latent, low = spec.latent, spec.q_norm is not None
     if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.weight.dtype != dtype:
         raise UnknownLayer(f"its kv_b_proj is a {type(module.kv_b_proj).__name__} of another dtype")
@@ -264,14 +268,20 @@ def _latent(spec: LatentAttentionSpec, module: AbsorbedMla, dtype: torch.dtype) 
         neighbours=latent.rope == "neighbours",
         scale=latent.scaling,
         stays=latent.rope == "complex",
-        indexer=None if spec.indexer is None else _indexer(spec.indexer, module.indexer, dtype),
+        indexer=None if spec.indexer is None else _indexer(spec.indexer, module.indexer, dtype, copies),
         chooses=latent.chooses != "none",
         tuned_every=tuned[0],
         tuned_factor=tuned[1],
+        **(_growth(module.softmax_scaling, copies) if latent.grows else {}),
     )
 
 
-def _indexer(spec: IndexerSpec, module: Any, dtype: torch.dtype) -> Any:
+def _growth(module: Any, copies: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """What queries are multiplied with by their position."""
+    return {"growth": wide(module.scale, copies), "growth_bias": wide(module.bias, copies)}
+
+
+def _indexer(spec: IndexerSpec, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> Any:
     """What chooses the places that latent attention attends to."""
     weight, bias = (tensor.detach() for tensor in (module.k_norm.weight, module.k_norm.bias))
     if weight.dtype != dtype or bias.dtype != dtype:
@@ -288,7 +298,19 @@ def _indexer(spec: IndexerSpec, module: Any, dtype: torch.dtype) -> Any:
         rotary=spec.rotary,
         top_k=spec.top_k,
         neighbours=spec.rope == "neighbours",
+        **({} if spec.input_epsilon is None else _of_input(spec.input_epsilon, module, dtype, copies)),
     )
+
+
+def _of_input(
+    epsilon: float, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
+) -> dict[str, Any]:
+    """What makes an indexer's queries of its input, where there is no low-rank query."""
+    layer_norm = LayerNormSpec(module.q_input_norm.normalized_shape[0], epsilon, True)
+    return {
+        "q_norm": norm(NormSpec("q_input_norm", layer_norm), module, dtype),
+        **_growth(module.softmax_scaling, copies),
+    }
 
 
 def _block_index(spec: BlockIndexSpec, module: Any, dtype: torch.dtype) -> Any:

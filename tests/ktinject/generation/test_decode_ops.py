@@ -21,7 +21,7 @@ from ktinject.generation import feed_forward_spec, layer_spec
 from ktinject.generation.cuda import decode_ops, fused_steps, projections
 from ktinject.generation.cuda.chooser import Chooser
 from ktinject.generation.cuda.decode_ops import Cache, Norm
-from ktinject.operators.probes import attention
+from ktinject.operators.probes import latent_formula
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -481,7 +481,8 @@ class TestLatent:
         shared = (tensor.expand(rows, -1, -1, -1) for tensor in (keys, values))
         cache = Cache(*shared, torch.tensor([7], device="cuda"), torch.ones(1), is_consecutive=is_one_text)
         wanted = [
-            attention.rotate(kind, part, turn) for part in (q[:, :, None, nope:], kv[:, None, None, rank:])
+            latent_formula.rotate(kind, part, turn)
+            for part in (q[:, :, None, nope:], kv[:, None, None, rank:])
         ]
         kept = q[..., :nope].clone()
         decode_ops.latent(q, kv, Norm(norm.weight, norm.variance_epsilon), turn, cache, kind == "neighbours")

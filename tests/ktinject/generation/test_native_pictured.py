@@ -1,5 +1,5 @@
-"""Native decode steps of models of text and images: Mistral 3 with Mistral 4 in it, ERNIE-4.5-VL and DeepSeek-OCR-2, on
-text and behind pictures.
+"""Native decode steps of models of text and images: Mistral 3 with Mistral 4 in it, Mistral Large 4, ERNIE-4.5-VL and
+DeepSeek-OCR-2, on text and behind pictures.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import ktinject
-from ktinject.generation import feed_forward_spec, layer_spec
+from ktinject.generation import feed_forward_spec, indexer_spec, layer_spec
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.feed_forward_spec import MoeSpec
 from ktinject.generation.layer_spec import DecoderLayerSpec, LatentAttentionSpec
+from ktinject.operators.absorbed_mla import AbsorbedMla
+from ktinject.operators.probes import attention
 from ktinject.support import Support
 from tests.models import multimodal
 
@@ -31,6 +33,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral3": {"rope_parameters": TUNED},
     "ernie4_5_vl_moe": {},
     "deepseek_ocr2": {},
+    # A layer that turns nothing, and one that goes by its choice; of fewer places than a text has.
+    "mistral_large4": {
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+        "indexer_types": ["full", "full", "shared"],
+        "kv_source_layers": [0, 1, 2],
+        "layer_types": ["indexed_attention"] * 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "index_n_heads": 8,  # of few heads, many places tie
+    },
 }
 FAMILIES = {name: changes for name, changes in FAMILIES.items() if name in multimodal.AVAILABLE}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -38,6 +50,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mistral3", {"rope_parameters": PLAIN, "norm_topk_prob": False}),
     ("ernie4_5_vl_moe", {"moe_num_shared_experts": 0}),
     ("deepseek_ocr2", {"routed_scaling_factor": 1.5}),
+    ("mistral_large4", {"index_topk": 64}),
 ]
 VARIANTS = [case for case in VARIANTS if case[0] in FAMILIES]
 
@@ -48,6 +61,11 @@ def made(
     """As that of answers.py, of a model of text and images; all experts are taken, so that none can turn over."""
     config = {"num_experts_per_tok": 6, "moe_k": 6, **FAMILIES[family], **changes}
     model, truth = (varied(doubled(multimodal.tiny(family, **config).bfloat16())).to(dtype) for _ in range(2))
+    for name, parameter in [*model.named_parameters(), *truth.named_parameters()]:
+        if name.endswith("softmax_scaling.scale"):
+            parameter.data.mul_(
+                0.25
+            )  # else one token has nearly all of the weight, and roundings decide which
     variables = dict.fromkeys(("experts", "dense", "head"), weights)
     swapped = ktinject.optimize(model, "auto", devices=["cpu"], variables=variables, progress=False)
     return swapped, truth.float()
@@ -132,6 +150,37 @@ class TestSpecs:
                 assert isinstance(spec.attention, LatentAttentionSpec)
                 assert spec.attention.latent.tuned == want
 
+    def test_queries_that_grow(self) -> None:
+        """Of attention and of its index, in layers that turn and in one that does not."""
+        specs = [spec.attention for spec in layers_of("mistral_large4")]
+        assert all(isinstance(spec, LatentAttentionSpec) for spec in specs)
+        latents = [spec.latent for spec in specs]  # type: ignore[union-attr]
+        assert all(latent.grows and latent.tuned is None for latent in latents)
+        assert [(latent.rope, latent.qk_rope_head_dim) for latent in latents] == [
+            ("neighbours", 8), ("none", 0), ("neighbours", 8),
+        ]  # fmt: skip
+        assert [latent.chooses for latent in latents] == ["own", "own", "given"]
+        indexes = [spec.indexer for spec in specs]  # type: ignore[union-attr]
+        assert [index and (index.rope, index.rotary, index.input_epsilon) for index in indexes] == [
+            ("neighbours", 8, 1e-6), ("none", 0, 1e-6), None,
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("way", [lambda at: at + 1, lambda at: at.clamp(max=3000), torch.zeros_like])
+    def test_an_index_that_grows_in_another_way_is_refused(self, way: Any) -> None:
+        if "mistral_large4" not in FAMILIES:
+            pytest.skip("transformers has no mistral_large4")
+        plain = multimodal.tiny("mistral_large4")
+        indexer: Any = plain.model.language_model.layers[0].self_attn.indexer
+        own = type(indexer.softmax_scaling)
+
+        class Other(own):  # type: ignore[misc,valid-type]
+            def forward(self, queries: Tensor, positions: Tensor, head_dim_first: bool) -> Any:
+                return super().forward(queries, way(positions), head_dim_first)
+
+        indexer.softmax_scaling.__class__ = Other
+        found = indexer_spec.of_indexer(indexer)
+        assert isinstance(found, Support) and "scores places in another way" in found.reason
+
     def test_experts_for_text(self) -> None:
         dense, sparse = layers_of("ernie4_5_vl_moe")
         moe = sparse.feed_forward
@@ -158,14 +207,27 @@ class TestTuning:
         """Without it, and by other steps, tokens are others."""
         model = in_fp32("mistral3")
         found = model.generate(**of_text())
-        for attention in [one for one in model.modules() if hasattr(one, "absorbs")]:
-            attention.spec = replace(attention.spec, tuned=None)
+        for module in [one for one in model.modules() if isinstance(one, AbsorbedMla)]:
+            module.spec = replace(module.spec, tuned=None)
         model.ktinject_decoding.runners.clear()
         assert NativeDecoder(model).support
         assert not torch.equal(found, stock(model, **of_text()))
 
     def test_less_than_one_position(self) -> None:
         model = in_fp32("mistral3")
-        attention = next(one for one in model.modules() if hasattr(one, "absorbs"))
-        attention.spec = replace(attention.spec, tuned=(-1.0, 0.5))
+        module = next(one for one in model.modules() if isinstance(one, AbsorbedMla))
+        module.spec = replace(module.spec, tuned=(-1.0, 0.5))
         assert "queries tuned by less than one position" in NativeDecoder(model).support.reason
+
+
+def test_layers_that_share_keys_stay_eager() -> None:
+    if "mistral_large4" not in FAMILIES:
+        pytest.skip("transformers has no mistral_large4")
+    model = in_fp32("mistral_large4", kv_source_layers=[0, 1, 0])
+    assert torch.equal(model.generate(**of_text()), stock(model, **of_text()))
+    assert model.ktinject_decoding.last == "eager loop"
+    assert model.ktinject_decoding.reason.startswith("layer 0: self_attn: MistralLarge4TextAttention holds")
+    first, second, _ = (layer.self_attn for layer in model.model.language_model.layers)
+    found = attention.probe(first)
+    assert isinstance(found, Support) and "other layers attend to what it keeps" in found.reason
+    assert isinstance(second, AbsorbedMla)

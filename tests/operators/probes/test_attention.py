@@ -10,8 +10,8 @@ import torch
 from models import multimodal
 from torch import Tensor, nn
 
-from ktinject.operators.probes import attention
-from ktinject.operators.probes.attention import LatentSpec
+from ktinject.operators.probes import attention, latent_formula
+from ktinject.operators.probes.latent_formula import LatentSpec
 from ktinject.support import Support
 
 LAYERS = 6
@@ -114,7 +114,7 @@ def test_queries_that_their_position_tunes() -> None:
     none = attention.probe(tuning(llama_4_scaling_beta=0.0))
     assert isinstance(none, LatentSpec) and none.tuned is None
     q, positions = torch.ones(1, 2, 3, 4), torch.tensor([[63, 64, 640]])
-    times = attention.tuned((64.0, 0.3), q, positions)[0, 1, :, 2]
+    times = latent_formula.at_positions(found, None, q, positions)[0, 1, :, 2]
     assert torch.allclose(times, 1 + 0.3 * torch.tensor([1.0, 2.0, 11.0]).log())
 
 
