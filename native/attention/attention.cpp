@@ -23,19 +23,6 @@ void* at(void* base, size_t element, const Step& step) {
   return static_cast<std::byte*>(base) + element * step.width();
 }
 
-// task(head, worker) for all heads, each of which reads so many rows of its part of the expansion, behind those before.
-template <class Task>
-void each_head(const LatentAttentionConfig& config, const Step& step, int rows, int before, Task&& task) {
-  const runtime::Session session;
-  if (product(step.batch, config.heads, rows * config.rank) < kSerialProducts)
-    return each(*session, true, config.heads, task);
-  const size_t row_bytes = static_cast<size_t>(config.rank) * step.width();
-  runtime::Reads reads;
-  reads.add(static_cast<const std::byte*>(config.expansion) + static_cast<size_t>(before) * row_bytes, config.heads,
-            static_cast<size_t>(rows) * row_bytes, static_cast<size_t>(config.nope + config.value) * row_bytes);
-  session->parallel_reads(reads, task);
-}
-
 void expect(const gemm::Linear* linear, int out, const char* name) {
   if (linear == nullptr || linear->config().out_features != out)
     throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(out) + " outputs");
@@ -545,7 +532,9 @@ void LatentAttention::write(int row, const float* kv, const Step& step, const Pl
 void LatentAttention::absorb(float* q, const Step& step, float* query) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, wide = rank + config_.rope;
-  each_head(config_, step, nope, 0, [&](int h, int) {
+  const runtime::Session session;
+  const bool serial = product(step.batch, heads, nope * rank) < kSerialProducts;
+  each(*session, serial, heads, [&](int h, int) {
     const void* w = at(const_cast<void*>(config_.expansion), product(h, nope + config_.value, rank), step);
     for (int row = 0; row < step.batch; ++row) {
       float* from = q + product(row * heads + h, nope + config_.rope);
@@ -565,7 +554,9 @@ void LatentAttention::absorb(float* q, const Step& step, float* query) const {
 void LatentAttention::expand(const float* sum, const Step& step, float* head) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, value = config_.value;
-  each_head(config_, step, value, nope, [&](int h, int) {
+  const runtime::Session session;
+  const bool serial = product(step.batch, heads, value * rank) < kSerialProducts;
+  each(*session, serial, heads, [&](int h, int) {
     const size_t begin = product(h, nope + value, rank) + product(nope, rank);
     const void* w = at(const_cast<void*>(config_.expansion), begin, step);
     for (int row = 0; row < step.batch; ++row)

@@ -23,14 +23,12 @@ void Projection::forward(const float* x, int rows, DType model, float* y) const 
   }
   const runtime::Session session;
   const int blocks = (out + kRowsOfTask - 1) / kRowsOfTask;
-  auto multiply = [&](int index, int) {
+  each(*session, product(rows, out, in) < kSerialProducts, rows * blocks, [&](int index, int) {
     const int row = index / blocks, first = index % blocks * kRowsOfTask;
     const auto* w = static_cast<const std::byte*>(weight) + product(first, in) * dtype_bytes(dtype);
     ops.rows_times(w, x + product(row, in), std::min(kRowsOfTask, out - first), in, dtype,
                    y + product(row, out) + first);
-  };
-  each_reading(*session, product(rows, out, in) < kSerialProducts, rows, weight, product(out, in) * dtype_bytes(dtype),
-               product(kRowsOfTask, in) * dtype_bytes(dtype), multiply);
+  });
   for (int i = 0; bias != nullptr && i < rows * out; ++i) y[i] += bias[i % out];
 }
 

@@ -329,13 +329,11 @@ void Mixture::score(const float* x, int batch, float* logits) const {
   const runtime::Session session;
   const int blocks = (count + kExpertsOfTask - 1) / kExpertsOfTask;
   const bool serial = attention::product(batch, count, hidden) < attention::kSerialProducts;
-  auto multiply = [&](int index, int) {
+  attention::each(*session, serial, batch * blocks, [&](int index, int) {
     const int row = index / blocks, first = index % blocks * kExpertsOfTask;
     ops.rows_times(router_.weight + attention::product(first, hidden), x + row * hidden,
                    std::min(kExpertsOfTask, count - first), hidden, DType::f32, logits + row * count + first);
-  };
-  attention::each_reading(*session, serial, batch, router_.weight, attention::product(count, hidden) * sizeof(float),
-                          attention::product(kExpertsOfTask, hidden) * sizeof(float), multiply);
+  });
   for (int row = 0; router_.bias != nullptr && row < batch; ++row)
     ops.add(logits + row * count, router_.bias, count, DType::f32);
 }

@@ -27,10 +27,8 @@ constexpr int kTasksPerThread = 4;
 // And a task of few rows reads no more than this: who is late with the last one holds up all.
 constexpr size_t kMostTaskBytes = size_t{256} << 10;
 constexpr int kReadRows = 4;
-// Up to so many rows, a product takes about as long as reading its weights does.
-constexpr int kFewRows = 64;
 // Layers over one input that are multiplied together.
-constexpr size_t kMostTogether = runtime::Reads::kMostParts;
+constexpr size_t kMostTogether = 4;
 
 }  // namespace
 
@@ -240,7 +238,7 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   std::array<int, kMostTogether + 1> starts{};  // of each layer's runs
   for (size_t i = 0; i < products.size(); ++i)
     starts[i + 1] = starts[i] + (products[i].linear->matrix_.panels + run_length - 1) / run_length;
-  auto multiply_run = [&](int index, int worker) {
+  each(starts[products.size()] * row_blocks, [&](int index, int worker) {
     // Neighbouring tasks share their panels, which stay in the caches while the rows pass.
     const int run = index / row_blocks, first = index % row_blocks * kMostRows;
     size_t i = 0;
@@ -253,13 +251,7 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
                     std::min(run_length, linear.matrix_.panels - first_panel), dtype,
                     static_cast<std::byte*>(products[i].y) + static_cast<size_t>(first) * y_bytes, mine,
                     mine + kResultBytes + matrix.row_bytes());
-  };
-  if (serial || rows > kFewRows) return each(starts[products.size()] * row_blocks, multiply_run);
-  runtime::Reads reads;
-  for (const Product& product : products)
-    reads.add(product.linear->data_.data(), product.linear->matrix_.bytes(),
-              static_cast<size_t>(run_length) * matrix.panel_bytes());
-  workers.parallel_reads(reads, multiply_run);
+  });
 }
 
 void Linear::multiply(const PackedActivations& rows, const Kernel& kernel, int first_panel, int panels, DType dtype,

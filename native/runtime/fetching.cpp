@@ -36,8 +36,6 @@ size_t ThreadPool::most_fetched() {
 
 void ThreadPool::begin_fetch(std::span<const int> tasks) {
   deal(tasks, Steal::yes, Wake::most);
-  is_foretold_ = false;
-  list_.fetch_add(1, std::memory_order_relaxed);
   for (int index = 0; index < queue_count_; ++index) {
     Queue& queue = queues_[static_cast<size_t>(index)];
     queue.fetches.store(0, std::memory_order_relaxed);
@@ -54,19 +52,6 @@ void ThreadPool::tell(int queue, std::span<const std::byte> memory) {
   to.fetch[static_cast<size_t>(at)].first.store(memory.data(), std::memory_order_relaxed);
   to.fetch[static_cast<size_t>(at)].bytes.store(bytes, std::memory_order_relaxed);
   to.fetches.store(at + 1, std::memory_order_release);
-}
-
-// Who is late with another list asks for some of this one too early, which does no harm.
-void ThreadPool::foretell(const Reads* next) {
-  is_foretold_ = false;
-  if (next == nullptr || threads_ == 1) return;
-  const int tasks = next->tasks();
-  begin_fetch(std::span(&tasks, 1));
-  for (int queue = 0; queue < queue_count_; ++queue) {
-    const Share& share = shares_[static_cast<size_t>(queue)];
-    for (int turn = 0; turn < std::min(share.total, kMostFetched); ++turn) tell(queue, next->of(share.at(turn)));
-  }
-  is_foretold_ = true;
 }
 
 // A generation without tasks: all words keep an earlier one, so nobody can claim anything.
@@ -92,14 +77,13 @@ size_t ThreadPool::fetch_piece(int& task, size_t& at, int worker) const {
   return end - begin;
 }
 
-void ThreadPool::fetch_own(const News& news, uint32_t generation, int worker, Fetched& to) {
+void ThreadPool::fetch_own(const News& news, uint32_t generation, int worker) {
   if (fetches_for_.load(std::memory_order_relaxed) != generation) return;
-  const uint32_t list = list_.load(std::memory_order_relaxed);
-  if (to.list != list) to = {list, 0, 0};
-  size_t bytes = 0;
+  int task = 0;
+  size_t at = 0, bytes = 0;
   while (news.generation.load(std::memory_order_relaxed) == generation) {
     const bool is_all = told_for_.load(std::memory_order_acquire) == generation;
-    const size_t piece = fetch_piece(to.task, to.at, worker);
+    const size_t piece = fetch_piece(task, at, worker);
     bytes += piece;
     if (piece > 0) continue;
     if (is_all) break;

@@ -357,7 +357,6 @@ void ThreadPool::publish(News& news, uint32_t generation) {
 void ThreadPool::work(int worker) {
   News& news = news_of(worker);
   uint32_t seen = 0;
-  Fetched fetched;
   for (;;) {
     while (!spin(news, seen)) {
       news.sleepers.fetch_add(1);
@@ -370,7 +369,7 @@ void ThreadPool::work(int worker) {
     if (stop_.load(std::memory_order_relaxed)) return;
     seen = news.generation.load(std::memory_order_acquire);
     drain(seen, worker);
-    fetch_own(news, seen, worker, fetched);
+    fetch_own(news, seen, worker);
   }
 }
 
@@ -403,10 +402,6 @@ void ThreadPool::run(std::span<const int> tasks, Function function, void* contex
   }
   // Where nobody is told, idle workers go on watching the old generation, and no claim of theirs can fit the new one.
   if (!alone) {
-    if (is_foretold_) {
-      fetches_for_.store(generation, std::memory_order_relaxed);
-      told_for_.store(generation, std::memory_order_relaxed);
-    }
     patience_.store(static_cast<uint64_t>(patience_us * pace().ticks_per_us), std::memory_order_relaxed);
     publish(news_, generation);
     for (int i = spared(steal, wake); i < spare_; ++i) publish(spare_news_[static_cast<size_t>(i)], generation);

@@ -12,7 +12,7 @@
 //
 // In a node of one group, short calls (Wake::most) have a queue for each worker instead. So it is known before such a
 // call which tasks a worker begins first, and who knows what they will read may say so: idle workers bring it into
-// their caches (`fetch`). Of calls that say what they read (`parallel_reads`) the pool knows itself which comes next.
+// their caches (`fetch`).
 //
 // Tasks of a list are begun in its order. So a task may wait for earlier ones (`await`), which lets a whole layer be
 // one call: stages follow each other in the list, and nobody waits where a barrier would have been.
@@ -31,7 +31,6 @@
 #include <vector>
 
 #include "runtime/memory.hpp"
-#include "runtime/reads.hpp"
 #include "runtime/topology.hpp"
 #include "runtime/waiting.hpp"
 
@@ -86,17 +85,6 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
           (*static_cast<std::remove_reference_t<Task>*>(context))(list, index, worker);
         },
         &task, steal, wake);
-  }
-
-  // Runs task(index, worker) for each task of `reads`, which reads the memory that `reads` says, as parallel_lists()
-  // with Wake::most does. What was read behind it the last time is brought nearer, as by fetch(), by workers that find
-  // no task any more: of this call, and of others up to the next one of this kind.
-  template <class Task>
-  void parallel_reads(const Reads& reads, Task&& task) {
-    const int tasks = reads.tasks();
-    foretell(successors_.after(reads));
-    parallel_lists(
-        std::span(&tasks, 1), [&](int, int index, int worker) { task(index, worker); }, Steal::yes, Wake::most);
   }
 
   // Foretells a call of parallel_lists() with these tasks and Wake::most. Until a call comes, workers that will have a
@@ -186,14 +174,7 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
   void tell(int queue, std::span<const std::byte> memory);
   void publish_fetch();
   void end_fetch() { told_for_.store(generation_, std::memory_order_release); }
-  void foretell(const Reads* next);
-  // Where a worker is in its part of a list.
-  struct Fetched {
-    uint32_t list = 0;
-    int task = 0;
-    size_t at = 0;
-  };
-  void fetch_own(const News& news, uint32_t generation, int worker, Fetched& to);
+  void fetch_own(const News& news, uint32_t generation, int worker);
   size_t fetch_piece(int& task, size_t& at, int worker) const;
   friend bool fetch_more();
   int spared(Steal steal, Wake wake) const;
@@ -245,9 +226,6 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
   std::array<News, kMostSpare> spare_news_;
   // The generation in which there is memory to bring nearer, and no task; and that in which all has been told.
   std::atomic<uint32_t> fetches_for_{0}, told_for_{0};
-  std::atomic<uint32_t> list_{0};  // of memory: how many there have been
-  bool is_foretold_ = false;       // the list is that of a call behind the next one
-  Successors successors_;
   std::atomic<uint64_t> patience_{0};  // ticks that idle workers watch before they sleep
   std::atomic<bool> stop_{false};
   std::atomic<bool> failed_{false};

@@ -34,5 +34,4 @@ void test_plan();
 void test_outlier_rows();
 void test_room();
 void test_fetch();
-void test_foretold();
 void test_turns(bool forks);
