@@ -28,6 +28,7 @@ from tests.reference import relative_error
 DECODES = {
     "afmoe": "native loop",
     "aria_text": "native loop",
+    "beam": "its BeamRotaryEmbedding is called in another way",
     "deepseek_v2": "native loop",
     "deepseek_v3": "native loop",
     "deepseek_v32": "native loop",
@@ -46,6 +47,7 @@ DECODES = {
     "granitemoeshared": "native loop",
     "hunyuan_v1_moe": "native loop",
     "hy_v3": "native loop",
+    "hy_v4": "native loop",
     "kimi_k2": "native loop",
     "laguna": "native loop",
     "lfm2_moe": "native loop",
@@ -134,7 +136,8 @@ def test_on_the_cpu_alone(family: str, variables: dict[str, Any]) -> None:
         assert type(swapped[path]) in (kind, RmsNorm), path
     assert any(isinstance(module, HybridExperts) for module in swapped.values())
     assert isinstance(other.lm_head, CpuLinear)
-    assert any(isinstance(m, AbsorbedMla) for m in swapped.values()) == hasattr(model.config, "kv_lora_rank")
+    is_latent = hasattr(model.config, "kv_lora_rank") and family != "hy_v4"  # whose heads have gates
+    assert any(isinstance(m, AbsorbedMla) for m in swapped.values()) == is_latent
     ids = torch.randint(
         3, 96, (2, 9), generator=torch.Generator().manual_seed(0)
     )  # the same after any other test

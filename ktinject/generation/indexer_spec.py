@@ -43,6 +43,7 @@ class IndexerSpec:
     epsilon        of k_norm, a layer norm with weight and bias
     input_epsilon  of q_input_norm, likewise, whose input is x: queries are made of that, and grow with their position
                    (`latent_formula.grown`) before they are turned; None: of the low-rank query, and do not
+    at_end         the last values are turned, not the first ones (Hunyuan 4)
     """
 
     heads: int
@@ -52,6 +53,7 @@ class IndexerSpec:
     rope: str
     epsilon: float
     input_epsilon: float | None = None
+    at_end: bool = False
 
 
 @answered_once
@@ -77,8 +79,9 @@ def of_indexer(module: nn.Module) -> IndexerSpec | Support:
         return refusal_of(error)
     if rope is None:
         return Support.no(f"its {type(module).__name__} scores places in another way")
-    turned = 0 if rope == "none" else rotary
-    return IndexerSpec(heads, size, turned, top_k, rope, *(norm.eps for norm in norms))
+    turned = 0 if rope[0] == "none" else rotary
+    of_input = norms[1].eps if takes_input else None
+    return IndexerSpec(heads, size, turned, top_k, rope[0], norms[0].eps, of_input, rope[1])
 
 
 class _Index:
@@ -92,8 +95,12 @@ class _Index:
         return self.held
 
 
-def _rope(module: nn.Module, heads: int, size: int, rotary: int, takes_input: bool) -> str | None:
-    """Which pairs are turned together; None if the formula gives something else than the indexer."""
+def _rope(
+    module: nn.Module, heads: int, size: int, rotary: int, takes_input: bool
+) -> tuple[str, bool] | None:
+    """Which pairs are turned together, and whether at the end of a head; None if the formula gives something else than
+    the indexer.
+    """
     random = torch.Generator("cpu").manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -145,13 +152,15 @@ def _rope(module: nn.Module, heads: int, size: int, rotary: int, takes_input: bo
         split = grown(children[GROWTH], split, positions)
     given = {"wq_b": low, "wk": x, "weights_proj": x, **({_INPUT_NORM: x} if takes_input else {})}
     takes = all(torch.equal(seen[name], value) for name, value in given.items())
-    for rope in ("halves", "neighbours", "none"):
-        turned = [
-            torch.cat(
-                [rotate(rope, part[..., :rotary], (angles.cos(), angles.sin())), part[..., rotary:]], -1
-            )
-            for part in (split, torch.tanh(key)[:, None])
-        ]
+
+    def turns(x: Tensor, rope: str, at_end: bool) -> Tensor:
+        first = size - rotary if at_end else 0
+        before, middle, behind = x.split([first, rotary, size - rotary - first], -1)
+        return torch.cat([before, rotate(rope, middle, (angles.cos(), angles.sin())), behind], -1)
+
+    kinds = [(rope, at_end) for at_end in (False, True) for rope in ("halves", "neighbours", "none")]
+    for rope, at_end in kinds:
+        turned = [turns(part, rope, at_end) for part in (split, torch.tanh(key)[:, None])]
         products = torch.relu(turned[0] @ index.held[:, None].mT)  # [1, heads, m, n]
         scores = (weights.transpose(1, 2)[..., None] * products).sum(1).masked_fill(~mask, -torch.inf)
         best = scores.sort(-1, descending=True).values
@@ -161,5 +170,5 @@ def _rope(module: nn.Module, heads: int, size: int, rotary: int, takes_input: bo
             reached = scores.gather(-1, found.long())
             agrees = agrees and torch.allclose(reached, best[..., : found.shape[-1]], atol=1e-5)
         if agrees:
-            return rope
+            return rope, at_end
     return None

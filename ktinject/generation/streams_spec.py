@@ -1,4 +1,4 @@
-"""Decoder layers whose residual is several streams (hyper-connections, DeepSeek-V4).
+"""Decoder layers whose residual is several streams (hyper-connections, DeepSeek-V4 and Hunyuan 4).
 
     x ──► hyper-connection ──► norm ──► attention ──► post · y + combᵀ · x ──► the same with the feed-forward part
               └── post, comb ──────────────────────────────┘
@@ -22,12 +22,13 @@ _CONNECTION = {"fn", "base", "scale"}
 
 @dataclass(frozen=True)
 class HyperConnectionSpec:
-    """The weights of streams and these streams collapsed, as native/cuda/decode_streams.hpp has the formula.
+    """The weights of streams and these streams collapsed, as native/decode/hyper_connection.hpp has the formula.
 
     streams     how many
-    iterations  that normalise how they are mixed
+    iterations  that normalise how they are mixed; 0: they are not mixed, and only what comes out is rounded
     eps         of their weights
     norm_eps    of the norm before the projection
+    post        (factor, eps) of the weights of what is added
     """
 
     path: str
@@ -35,6 +36,7 @@ class HyperConnectionSpec:
     iterations: int
     eps: float
     norm_eps: float
+    post: tuple[float, float] = (2.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -79,18 +81,23 @@ def is_layer(module: nn.Module) -> bool:
 
 def of_connection(module: Any) -> HyperConnectionSpec | Support:
     """The spec of a hyper-connection, with an empty path."""
-    streams, iterations, eps = (
-        getattr(module, name, None) for name in ("hc_mult", "hc_sinkhorn_iters", "hc_eps")
+    streams, iterations, eps, magnitude = (
+        getattr(module, name, None)
+        for name in ("hc_mult", "hc_sinkhorn_iters", "hc_eps", "hc_post_magnitude")
     )
     norm_eps = getattr(getattr(module, "input_norm", None), "eps", None)
-    if not isinstance(streams, int) or not isinstance(iterations, int):
-        return Support.no("it has no hc_mult and hc_sinkhorn_iters")
+    is_mixed = isinstance(iterations, int) and iterations > 0
+    if not isinstance(streams, int) or not (is_mixed or isinstance(magnitude, (int, float))):
+        return Support.no("it has no hc_mult and hc_sinkhorn_iters, or hc_post_magnitude")
     if not isinstance(eps, float) or not isinstance(norm_eps, float):
         return Support.no("it has no hc_eps, or no input_norm.eps")
     outputs, columns = module.fn.shape
-    if outputs != (2 + streams) * streams or columns % streams:
+    if outputs != (2 + (streams if is_mixed else 0)) * streams or columns % streams:
         return Support.no(f"fn is {list(module.fn.shape)} of {streams} streams")
-    return HyperConnectionSpec("", streams, iterations, eps, norm_eps)
+    if isinstance(iterations, int) and is_mixed:
+        return HyperConnectionSpec("", streams, iterations, eps, norm_eps)
+    assert isinstance(magnitude, (int, float))
+    return HyperConnectionSpec("", streams, 0, eps, norm_eps, (float(magnitude), eps))
 
 
 def of_layer(layer: Any) -> StreamsLayerSpec | Support:

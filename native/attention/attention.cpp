@@ -372,6 +372,7 @@ LatentAttention::LatentAttention(LatentAttentionConfig config) : config_(config)
   if (config_.kv_norm.size != config_.rank)
     throw std::invalid_argument("attention: the latent's norm has another size");
   if (config_.tuned.every < 0) throw std::invalid_argument("attention: queries tuned by less than one position");
+  if (config_.gate != nullptr) expect(config_.gate, config_.heads * config_.value, "the projection to gates");
   if (config_.indexer != nullptr && ((config_.q != nullptr) != config_.indexer->takes_input() || !config_.chooses))
     throw std::invalid_argument(
         "attention: an indexer takes a low-rank query, or norms its input where there is none, and attention goes by "
@@ -379,8 +380,8 @@ LatentAttention::LatentAttention(LatentAttentionConfig config) : config_(config)
 }
 
 bool LatentAttention::fits(int hidden) const {
-  for (const gemm::Linear* linear : {config_.q == nullptr ? config_.q_a : config_.q, config_.kv})
-    if (linear->config().in_features != hidden) return false;
+  for (const gemm::Linear* linear : {config_.q == nullptr ? config_.q_a : config_.q, config_.kv, config_.gate})
+    if (linear != nullptr && linear->config().in_features != hidden) return false;
   const int low = config_.q_a == nullptr ? hidden : config_.q_a->config().out_features;
   if (config_.indexer != nullptr && !config_.indexer->fits(hidden, low)) return false;
   return config_.o->config().in_features == config_.heads * config_.value && config_.o->config().out_features == hidden;
@@ -419,7 +420,7 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
       attend_chosen(query, step, cache, first, sum + product(first, heads, rank));
       continue;
     }
-    const Over over{step.together(), 1, heads, places.count, wide, rank, config_.scale, nullptr};
+    const Over over{step.together(), 1, heads, places.count, wide, rank, config_.scale, config_.sinks};
     attend_all(ops, over, step.dtype, sum + product(first, heads, rank), [&](int index, int) {
       const int row = first + index, held = step.cache_row(row);
       gemm::Attend task;
@@ -434,6 +435,13 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
     });
   }
   expand(sum, step, head);
+  if (config_.gate != nullptr) {
+    const int values = batch * heads * config_.value;
+    const runtime::Scratch gate(static_cast<size_t>(values));
+    config_.gate->forward(x, DType::f32, batch, gate);
+    ops.round(gate, values, step.dtype);
+    ops.gate_by_sigmoid(head, gate, values, step.dtype);
+  }
   config_.o->forward(head, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
 }
@@ -474,7 +482,7 @@ void LatentAttention::attend_chosen(const float* query, const Step& step, const 
     const runtime::Session session;
     each(*session, product(rows, count, wide) < kSerialProducts, rows * count, gather);
   }
-  const Over over{rows, 1, heads, count, wide, rank, config_.scale, nullptr};
+  const Over over{rows, 1, heads, count, wide, rank, config_.scale, config_.sinks};
   attend_all(gemm::step_ops(), over, step.dtype, out, [&](int index, int) {
     gemm::Attend task;
     task.q = query + product((first + index) * heads, wide);

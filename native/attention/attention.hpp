@@ -186,6 +186,8 @@ struct LatentAttentionConfig {
   // It attends to chosen places: those of its indexer, or of the layer before that has one.
   const Indexer* indexer = nullptr;
   bool chooses = false;
+  const float* sinks = nullptr;        // [heads]: scores that take part in the softmax and have no value (Hunyuan 4)
+  const gemm::Linear* gate = nullptr;  // from x: by whose sigmoid the values of heads are multiplied (Hunyuan 4)
 };
 
 class LatentAttention final : public DecoderAttention {

@@ -40,7 +40,8 @@ void Indexer::forward(const float* x, const float* low, const Step& step, const 
   if (keys.dtype != step.dtype || keys.shape != std::vector<int>{step.together(), 1, capacity, size})
     throw std::invalid_argument("cache: the keys of an index must be [" + std::to_string(step.together()) + ", 1, " +
                                 std::to_string(capacity) + ", " + std::to_string(size) + "] of the model's dtype");
-  if (step.rotary != config_.rotary || step.has_wide_rotation || config_.norm_dtype != step.dtype)
+  if (step.rotary != config_.rotary || step.has_wide_rotation ||
+      (config_.norm_dtype != step.dtype && config_.norm_dtype != DType::f32))
     throw std::invalid_argument("indexer: found a rotation of " + std::to_string(step.rotary) +
                                 " values or a norm of another dtype; expected " + std::to_string(config_.rotary));
   const gemm::StepOps& ops = gemm::step_ops();
@@ -74,7 +75,7 @@ void Indexer::forward(const float* x, const float* low, const Step& step, const 
         if (config_.growth)
           tune(config_.growth, h, static_cast<float>(step.own_position(row)), step.dtype,
                {one, static_cast<size_t>(size)});
-        turn(ops, one, size, step, row, config_.neighbours, query + product(h, size));
+        rotate(one, step, row, query + product(h, size));
       }
       score(query, weights + product(row, heads), step, row, keys, scores);
       order.resize(static_cast<size_t>(capacity));
@@ -113,10 +114,16 @@ void Indexer::write(const float* x, const Step& step, const Cached& keys) const 
     const auto scale = static_cast<float>(1 / std::sqrt(squares / size + config_.epsilon));
     for (int i = 0; i < size; ++i) key[i] = (key[i] - static_cast<float>(mean)) * scale * weight[i] + bias[i];
     ops.round(key, size, step.dtype);
-    turn(ops, key, size, step, row, config_.neighbours, turned);
+    rotate(key, step, row, turned);
     const size_t slot = product(step.cache_row(row), keys.shape[2]) + static_cast<size_t>(step.position_of(row));
     ops.store(turned, size, step.dtype, static_cast<std::byte*>(keys.data) + slot * count * step.width());
   }
+}
+
+void Indexer::rotate(const float* from, const Step& step, int row, float* to) const {
+  const int before = config_.at_end ? config_.size - config_.rotary : 0;
+  std::copy(from, from + before, to);
+  turn(gemm::step_ops(), from + before, config_.size - before, step, row, config_.neighbours, to + before);
 }
 
 void Indexer::score(const float* query, const float* weights, const Step& step, int row, const Cached& keys,

@@ -9,12 +9,14 @@ namespace ktinject::attention {
 
 struct IndexerConfig {
   Projection q, k, weights;  // q [heads * size] of the low-rank query; key [size] and weights [heads] of x
-  const void *norm_weight = nullptr, *norm_bias = nullptr;  // [size] of the model's dtype: a layer norm of the key
+  const void *norm_weight = nullptr,
+             *norm_bias = nullptr;  // [size] of the model's dtype or fp32: a layer norm of the key
   DType norm_dtype = DType::bf16;
   float epsilon = 0;
   int heads = 0, size = 0, rotary = 0;
   int top_k = 0;            // places that are chosen at most
   bool neighbours = false;  // as `turn` has it
+  bool at_end = false;      // the last values are turned, not the first ones (Hunyuan 4)
   Norm q_norm;              // of x, which queries are then made of
   Growth growth;            // of queries, for their position
 };
@@ -31,6 +33,8 @@ class Indexer {
 
  private:
   void write(const float* x, const Step& step, const Cached& keys) const;
+  // A head's values, turned.
+  void rotate(const float* from, const Step& step, int row, float* to) const;
   // The score of each place for a row that sees more of them than are chosen; -inf where it is masked.
   void score(const float* query, const float* weights, const Step& step, int row, const Cached& keys,
              float* scores) const;

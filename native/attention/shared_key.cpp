@@ -190,16 +190,22 @@ void SharedKeyAttention::lead_out(const float* sum, const Step& step, float* out
   const int groups = config_.groups, inputs = config_.o->config().in_features, rank = inputs / groups;
   const int wide = config_.heads * config_.size / groups, blocks = (rank + kRowsOfTask - 1) / kRowsOfTask;
   const runtime::Scratch low(product(step.batch, inputs));
+  auto multiply = [&](int index, int) {
+    const int pair = index / blocks, group = pair % groups, first = index % blocks * kRowsOfTask;
+    const size_t row = product(group, rank) + static_cast<size_t>(first);
+    ops.rows_times(static_cast<const std::byte*>(config_.grouped) + row * product(wide, 1) * step.width(),
+                   sum + product(pair, wide), std::min(kRowsOfTask, rank - first), wide, step.dtype,
+                   low + product(pair, rank) + first);
+  };
   {
     const runtime::Session session;
-    each(*session, product(step.batch, inputs, wide) < kSerialProducts, step.batch * groups * blocks,
-         [&](int index, int) {
-           const int pair = index / blocks, group = pair % groups, first = index % blocks * kRowsOfTask;
-           const size_t row = product(group, rank) + static_cast<size_t>(first);
-           ops.rows_times(static_cast<const std::byte*>(config_.grouped) + row * product(wide, 1) * step.width(),
-                          sum + product(pair, wide), std::min(kRowsOfTask, rank - first), wide, step.dtype,
-                          low + product(pair, rank) + first);
-         });
+    const bool serial = product(step.batch, inputs, wide) < kSerialProducts;
+    const size_t row_bytes = product(wide, 1) * step.width();
+    // Groups of whole tasks are read as one weight.
+    if (rank % kRowsOfTask != 0) each(*session, serial, step.batch * groups * blocks, multiply);
+    else
+      each_reading(*session, serial, step.batch, config_.grouped, product(inputs, 1) * row_bytes,
+                   kRowsOfTask * row_bytes, multiply);
   }
   config_.o->forward(low, DType::f32, step.batch, out);
   ops.round(out, config_.o->config().out_features * step.batch, step.dtype);

@@ -5,7 +5,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
-#include <cstring>
 #include <optional>
 
 #include "attention/block_index.hpp"
@@ -20,8 +19,6 @@
 #include "bindings/sequences.hpp"
 #include "bindings/subjects.hpp"
 #include "bindings/waiting.hpp"
-#include "decode/choose.hpp"
-#include "decode/norm.hpp"
 
 namespace ktinject {
 namespace {
@@ -149,63 +146,7 @@ void keep(const decode::Decoder& self, HeldCache& cache, int kept) {
   cache.rows = kept;
 }
 
-using Logits = Array<const float, nb::ndim<2>, nb::c_contig>;
-using Tokens = Array<int64_t, nb::ndim<1>, nb::c_contig>;
-using Generator = Array<uint8_t, nb::ndim<1>, nb::c_contig>;
-
-void choose(const Logits& scores, const std::optional<Generator>& generator, const Tokens& tokens) {
-  const int rows = size_of(scores.shape(0), "scores"), n = size_of(scores.shape(1), "scores");
-  if (n < 1 || scores.shape(1) > (1u << 28) || tokens.shape(0) != scores.shape(0))
-    throw std::invalid_argument("choose: expected scores [b, v], v at least 1, and tokens [b]");
-  if (generator && generator->shape(0) != decode::kGeneratorBytes)
-    throw std::invalid_argument("choose: the generator's state must have " + std::to_string(decode::kGeneratorBytes) +
-                                " bytes");
-  if (generator) decode::draw(scores.data(), rows, n, reinterpret_cast<std::byte*>(generator->data()), tokens.data());
-  else decode::choose_greatest(scores.data(), rows, n, tokens.data());
-}
-
-std::byte* bytes_of(const nb::object& state) {
-  return reinterpret_cast<std::byte*>(
-      nb::cast<uintptr_t>(state.attr("data_ptr")()));  // NOLINT: torch gives addresses so
-}
-
-// torch's generator is asked and set by functions of its own in C++, which keep the GIL: no other thread of Python
-// comes between.
-bool exchange_state(nb::object generator, nb::object expected, nb::object desired) {
-  for (const nb::object& state : {expected, desired})
-    if (nb::cast<size_t>(state.attr("nbytes")) != decode::kGeneratorBytes || !nb::cast<bool>(state.attr("is_cpu")))
-      throw std::invalid_argument("exchange_state: expected the states of torch's generator on the CPU");
-  const std::byte *before = bytes_of(expected), *now = nullptr;
-  nb::object set = generator.attr("set_state"), get = generator.attr("get_state");
-  nb::object found = get();
-  now = bytes_of(found);
-  if (std::memcmp(before, now, decode::kGeneratorBytes) != 0) return false;
-  set(desired);
-  return true;
-}
-
-void normalise(const Input& x, const Vector& weight, float epsilon, const Output& out, bool unit_offset,
-               bool rounds_first) {
-  const DType dtype = dtype_of(x.dtype(), "norm");
-  if (weight.dtype() != x.dtype() || out.dtype() != x.dtype() || weight.shape(0) != x.shape(1) || x.shape(1) == 0 ||
-      x.shape(1) > (1u << 24) || out.shape(0) != x.shape(0) || out.shape(1) != x.shape(1))
-    throw std::invalid_argument("norm: expected x and out [rows, n] and weight [n] of one dtype, n at least 1");
-  const gemm::Norm norm{weight.data(), static_cast<int>(x.shape(1)), epsilon, unit_offset, rounds_first};
-  decode::norm_rows(x.data(), dtype, x.shape(0), norm, out.data());
-}
-
 void def_state(nb::module_& m) {
-  m.def("norm_rows", &normalise, nb::kw_only(), nb::arg("x"), nb::arg("weight"), nb::arg("epsilon"), nb::arg("out"),
-        nb::arg("unit_offset") = false, nb::arg("rounds_first") = true, nb::call_guard<WithoutGil>(),
-        "out [rows, n] = weight * round(x / sqrt(mean(x²) + epsilon)), on the CPU. unit_offset: 1 is added to the "
-        "weight; "
-        "not rounds_first: the product is rounded instead.");
-  m.def("choose", &choose, nb::kw_only(), nb::arg("scores"), nb::arg("generator").none(), nb::arg("tokens"),
-        nb::call_guard<WithoutGil>(),
-        "tokens [b] of scores [b, v]: the greatest; or, with the state of torch's generator on the CPU, one drawn from "
-        "their softmax, as torch.multinomial draws it.");
-  m.def("exchange_state", &exchange_state, nb::arg("generator"), nb::arg("expected"), nb::arg("desired"),
-        "Set the state of torch's generator on the CPU if it is still the expected one; whether it was.");
   nb::class_<HeldNorm>(
       m, "Norm",
       "An RMS norm, or with `centred` a layer norm: weight [n], and bias, of the model's dtype. is_wide: "
@@ -392,22 +333,22 @@ void def_indexer(nb::module_& m) {
           [](attention::Indexer* self, const HeldProjection& q, const HeldProjection& k, const HeldProjection& weights,
              const Vector& norm_weight, const Vector& norm_bias, float epsilon, int heads, int size, int rotary,
              int top_k, bool neighbours, const HeldNorm* q_norm, std::optional<FloatVector> growth,
-             std::optional<FloatVector> growth_bias) {
+             std::optional<FloatVector> growth_bias, bool at_end) {
             if (norm_weight.shape(0) != static_cast<size_t>(size) || norm_bias.shape(0) != norm_weight.shape(0) ||
                 norm_bias.dtype() != norm_weight.dtype())
               throw std::invalid_argument("indexer: the norm must have " + std::to_string(size) +
                                           " weights and biases of one dtype");
-            new (self)
-                attention::Indexer({q.projection, k.projection, weights.projection, norm_weight.data(),
-                                    norm_bias.data(), dtype_of(norm_weight.dtype(), "norm"), epsilon, heads, size,
-                                    rotary, top_k, neighbours, norm_of(q_norm), growth_of(growth, growth_bias, heads)});
+            new (self) attention::Indexer({q.projection, k.projection, weights.projection, norm_weight.data(),
+                                           norm_bias.data(), dtype_of(norm_weight.dtype(), "norm"), epsilon, heads,
+                                           size, rotary, top_k, neighbours, at_end, norm_of(q_norm),
+                                           growth_of(growth, growth_bias, heads)});
           },
           nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("weights"), nb::arg("norm_weight"), nb::arg("norm_bias"),
           nb::arg("epsilon"), nb::arg("heads"), nb::arg("size"), nb::arg("rotary"), nb::arg("top_k"),
           nb::arg("neighbours"), nb::arg("q_norm") = nb::none(), nb::arg("growth") = nb::none(),
-          nb::arg("growth_bias") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 14>(),
-          nb::keep_alive<1, 15>());
+          nb::arg("growth_bias") = nb::none(), nb::arg("at_end") = false, nb::keep_alive<1, 2>(),
+          nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
+          nb::keep_alive<1, 13>(), nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>());
 }
 
 void def_decaying_state(nb::module_& m) {
@@ -541,7 +482,10 @@ void def_attention(nb::module_& m) {
              const gemm::Linear* q_b, const gemm::Linear& kv, const HeldNorm& kv_norm, Input expansion,
              const gemm::Linear& o, int heads, int rank, int nope, int rope, int value, bool neighbours, float scale,
              bool stays, const attention::Indexer* indexer, bool chooses, float tuned_every, float tuned_factor,
-             std::optional<FloatVector> growth, std::optional<FloatVector> growth_bias) {
+             std::optional<FloatVector> growth, std::optional<FloatVector> growth_bias,
+             const std::optional<FloatVector>& sinks, const gemm::Linear* gate) {
+            if (sinks && sinks->shape(0) != static_cast<size_t>(heads))
+              throw std::invalid_argument("attention: one sink a head is needed");
             if (expansion.shape(0) != static_cast<size_t>(heads) * static_cast<size_t>(nope + value) ||
                 expansion.shape(1) != static_cast<size_t>(rank))
               throw std::invalid_argument("attention: kv_b_proj's weight has another shape");
@@ -566,6 +510,8 @@ void def_attention(nb::module_& m) {
             config.chooses = chooses;
             config.tuned = {tuned_every, tuned_factor};
             config.growth = growth_of(growth, growth_bias, heads);
+            config.sinks = sinks ? sinks->data() : nullptr;
+            config.gate = gate;
             new (self) attention::LatentAttention(config);
           },
           nb::kw_only(), nb::arg("q").none(), nb::arg("q_a").none(), nb::arg("q_norm").none(), nb::arg("q_b").none(),
@@ -573,9 +519,11 @@ void def_attention(nb::module_& m) {
           nb::arg("nope"), nb::arg("rope"), nb::arg("value"), nb::arg("neighbours"), nb::arg("scale"),
           nb::arg("stays") = false, nb::arg("indexer").none() = nb::none(), nb::arg("chooses") = false,
           nb::arg("tuned_every") = 0.0f, nb::arg("tuned_factor") = 0.0f, nb::arg("growth") = nb::none(),
-          nb::arg("growth_bias") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
-          nb::keep_alive<1, 9>(), nb::keep_alive<1, 18>(), nb::keep_alive<1, 22>(), nb::keep_alive<1, 23>());
+          nb::arg("growth_bias") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("gate").none() = nb::none(),
+          nb::keep_alive<1, 24>(), nb::keep_alive<1, 25>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
+          nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 18>(), nb::keep_alive<1, 22>(),
+          nb::keep_alive<1, 23>());
 }
 
 void def_decoder(nb::module_& m) {
@@ -656,6 +604,7 @@ void def_decoder(nb::module_& m) {
 }  // namespace
 
 void init_decoder(nb::module_& m) {
+  init_decoder_choice(m);
   def_state(m);
   def_attention(m);
   init_decoder_feed_forward(m);

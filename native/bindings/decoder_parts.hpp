@@ -32,6 +32,8 @@ struct HeldProjection {
 
 inline attention::Norm norm_of(const HeldNorm* held) { return held == nullptr ? attention::Norm() : held->norm; }
 
+// Norms of many rows, and the choice of tokens.
+void init_decoder_choice(nb::module_& m);
 // The feed-forward parts of layers.
 void init_decoder_feed_forward(nb::module_& m);
 // Residual streams, and attention with compressed keys.

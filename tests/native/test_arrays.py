@@ -174,7 +174,8 @@ def latent() -> dict[str, Any]:
     norm = _native.Norm(torch.ones(32), 1e-6)
     sizes = {"heads": 4, "rank": 32, "nope": 16, "rope": 8, "value": 12}
     return {"q": q, "q_a": None, "q_norm": None, "q_b": None, "kv": kv, "kv_norm": norm, "o": o, **sizes,
-            "expansion": torch.randn(4 * (16 + 12), 32), "neighbours": False, "scale": 1.0}  # fmt: skip
+            "expansion": torch.randn(4 * (16 + 12), 32), "neighbours": False, "scale": 1.0,
+            "sinks": torch.zeros(4), "growth": torch.ones(4), "growth_bias": torch.ones(4)}  # fmt: skip
 
 
 def indexer() -> dict[str, Any]:
@@ -183,7 +184,8 @@ def indexer() -> dict[str, Any]:
         for name, shape in (("q", (8, 6)), ("k", (4, 8)), ("weights", (2, 8)))
     }
     sizes = {"heads": 2, "size": 4, "rotary": 2, "top_k": 3, "neighbours": False, "epsilon": 1e-6}
-    return {**projections, **sizes, "norm_weight": torch.ones(4), "norm_bias": torch.zeros(4)}
+    return {**projections, **sizes, "norm_weight": torch.ones(4), "norm_bias": torch.zeros(4),
+            "growth": torch.ones(2), "growth_bias": torch.ones(2)}  # fmt: skip
 
 
 def compressor() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ktinject.generation.cpu.native_parts import UnknownLayer
+from ktinject.generation.layer_probes import Stub
 from ktinject.hf.layers import Layers
 from ktinject.operators.probes import twin
 
@@ -192,3 +193,29 @@ def logits_scale(model: Any, path: str) -> Scale | Cap:
         return Scale.between(given, logits) or Scale()
     except Exception:  # transformers' own code, given what it may not be made for
         return Scale()
+
+
+def casts_for_head(model: Any, path: str) -> bool:
+    """Whether a model gives its output layer values of the dtype that this has, as Hunyuan 4 does; else as they are.
+
+    Where that cannot be tried out, they are taken to be as they are: the first step compares.
+    """
+    seen: list[torch.dtype] = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        return x
+
+    given, head = torch.ones(1, 1, 16, dtype=torch.bfloat16), Stub(note)
+    try:
+        name = path.partition(".")[0]
+        base: nn.Module = model.get_submodule(name)
+        inner = _standing_in(base, lambda *_, **__: _Given(last_hidden_state=given))
+        with twin.on_cpu():
+            changed = twin.of(
+                model, {name: inner, "lm_head": head}, without=("ktinject_decoding",), hooks=False
+            )
+            twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+    except Exception:  # transformers' own code, given what it may not be made for
+        return False
+    return seen == [head.weight.dtype]

@@ -15,7 +15,7 @@ from ktinject import _native
 from ktinject.generation import compressed_probe, layer_spec, masks, streams_spec
 from ktinject.generation.block_index_spec import BlockIndexSpec
 from ktinject.generation.cache_layers import LayerKind, kinds_of
-from ktinject.generation.cpu import native_ends, native_streams
+from ktinject.generation.cpu import native_ends, native_indexers, native_streams
 from ktinject.generation.cpu.native_feed_forward import feed_forward
 from ktinject.generation.cpu.native_parts import (
     UnknownLayer,
@@ -28,7 +28,6 @@ from ktinject.generation.cpu.native_parts import (
 )
 from ktinject.generation.cpu.native_rotation import Rotations
 from ktinject.generation.cpu.native_states import state_twin
-from ktinject.generation.indexer_spec import IndexerSpec
 from ktinject.generation.layer_spec import (
     AttentionSpec,
     GroupedAttentionSpec,
@@ -39,7 +38,6 @@ from ktinject.generation.layer_spec import (
 from ktinject.generation.layer_sums import Sums
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_linear import CpuLinear
-from ktinject.operators.probes.norm import LayerNormSpec
 
 # The dtypes of models that are served, and a unit in their last place.
 LAST_PLACE = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -108,6 +106,7 @@ class NativeLayers:
         self._read_as = native_ends.read_as(model, self.path, embed, self.embed.num_embeddings)
         self._embedding_scale = native_ends.embedding_scale(self.module, embed, self.streams)
         self._logits_scale = native_ends.logits_scale(model, self.path)
+        self._casts_for_head = native_ends.casts_for_head(model, self.path)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """[b, 1] ids → [b, 1, hidden], as the model's first layer gets them."""
@@ -120,7 +119,8 @@ class NativeLayers:
 
     def logits(self, model: Any, x: Tensor) -> Tensor:
         """[..., hidden] behind the last norm → [..., v]"""
-        found: Tensor = model.get_submodule(self._head_path)(x)
+        head = model.get_submodule(self._head_path)
+        found: Tensor = head(x.to(head.weight.dtype) if self._casts_for_head else x)
         return self._logits_scale(found)
 
     def __len__(self) -> int:
@@ -268,49 +268,14 @@ def _latent(
         neighbours=latent.rope == "neighbours",
         scale=latent.scaling,
         stays=latent.rope == "complex",
-        indexer=None if spec.indexer is None else _indexer(spec.indexer, module.indexer, dtype, copies),
+        indexer=None
+        if spec.indexer is None
+        else native_indexers.of_places(spec.indexer, module.indexer, dtype, copies),
         chooses=latent.chooses != "none",
         tuned_every=tuned[0],
         tuned_factor=tuned[1],
-        **(_growth(module.softmax_scaling, copies) if latent.grows else {}),
+        **(native_indexers.growth(module.softmax_scaling, copies) if latent.grows else {}),
     )
-
-
-def _growth(module: Any, copies: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """What queries are multiplied with by their position."""
-    return {"growth": wide(module.scale, copies), "growth_bias": wide(module.bias, copies)}
-
-
-def _indexer(spec: IndexerSpec, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> Any:
-    """What chooses the places that latent attention attends to."""
-    weight, bias = (tensor.detach() for tensor in (module.k_norm.weight, module.k_norm.bias))
-    if weight.dtype != dtype or bias.dtype != dtype:
-        raise UnknownLayer(f"the norm of its {type(module).__name__} is {weight.dtype}")
-    return _native.Indexer(
-        q=projection(module, "wq_b"),
-        k=projection(module, "wk"),
-        weights=projection(module, "weights_proj"),
-        norm_weight=weight,
-        norm_bias=bias,
-        epsilon=spec.epsilon,
-        heads=spec.heads,
-        size=spec.size,
-        rotary=spec.rotary,
-        top_k=spec.top_k,
-        neighbours=spec.rope == "neighbours",
-        **({} if spec.input_epsilon is None else _of_input(spec.input_epsilon, module, dtype, copies)),
-    )
-
-
-def _of_input(
-    epsilon: float, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
-) -> dict[str, Any]:
-    """What makes an indexer's queries of its input, where there is no low-rank query."""
-    layer_norm = LayerNormSpec(module.q_input_norm.normalized_shape[0], epsilon, True)
-    return {
-        "q_norm": norm(NormSpec("q_input_norm", layer_norm), module, dtype),
-        **_growth(module.softmax_scaling, copies),
-    }
 
 
 def _block_index(spec: BlockIndexSpec, module: Any, dtype: torch.dtype) -> Any:

@@ -1,4 +1,6 @@
-"""The native twins of layers of several residual streams, and of the attention with compressed keys in them."""
+"""The native twins of layers of several residual streams, and of the attention in them: with compressed keys
+(DeepSeek-V4), or to a latent, with gates and sinks (Hunyuan 4).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,35 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.generation import compressed_spec, feed_forward_spec, norm_spec, streams_spec
+from ktinject.generation import compressed_spec, feed_forward_spec, indexer_spec, norm_spec, streams_spec
 from ktinject.generation.cache_layers import LayerKind
 from ktinject.generation.compressed_spec import CompressorSpec
+from ktinject.generation.cpu import native_indexers
 from ktinject.generation.cpu.native_feed_forward import feed_forward
-from ktinject.generation.cpu.native_parts import UnknownLayer, known, linear, norm, projection, wide
+from ktinject.generation.cpu.native_parts import (
+    UnknownLayer,
+    child_of,
+    known,
+    linear,
+    norm,
+    projection,
+    wide,
+)
 from ktinject.hf import adapters
+from ktinject.operators.cpu_linear import CpuLinear
 
 _HEAD = "hc_head"
+# What attention to a latent holds whose heads have gates.
+_GATED = {
+    "q_a_proj",
+    "q_a_layernorm",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_a_layernorm",
+    "kv_b_proj",
+    "o_proj",
+    "gate_proj",
+}
 Copies = list[tuple[Tensor, Tensor]]
 
 
@@ -97,10 +120,73 @@ def _connection(module: Any, copies: Copies) -> Any:
         norm_eps=spec.norm_eps,
         eps=spec.eps,
         iterations=spec.iterations,
+        post_factor=spec.post[0],
+        post_eps=spec.post[1],
+        rounds=spec.iterations > 0,
     )
 
 
 def _attention(module: Any, kind: LayerKind, dtype: torch.dtype, copies: Copies) -> Any:
+    children = {name for name, child in module.named_children() if child is not None}
+    if children - {"indexer"} == _GATED:
+        return _gated(module, kind, dtype, copies)
+    return _shared_key(module, kind, dtype, copies)
+
+
+def _gated(module: Any, kind: LayerKind, dtype: torch.dtype, copies: Copies) -> Any:
+    """To chosen places of a latent, with sinks, and gates behind the heads; with the up-projections absorbed."""
+    if kind != LayerKind(indexed=True):
+        raise UnknownLayer(f"its cache is not what a {type(module).__name__} needs")
+    names = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "scaling")
+    heads, rank, nope, rope, value, scaling = (getattr(module, name, None) for name in names)
+    sizes = [size for size in (heads, rank, nope, rope, value) if isinstance(size, int)]
+    held = {name for name, _ in module.named_parameters(recurse=False)}
+    if len(sizes) < 5 or not isinstance(scaling, float) or held != {"sinks"}:
+        raise UnknownLayer(f"{type(module).__name__} has no {', '.join(names)} and sinks")
+    indexer = getattr(module, "indexer", None)
+
+    def norm_at(name: str) -> Any:
+        return norm(known(norm_spec.norm_at(module, name)), module, dtype)
+
+    return _native.LatentAttention(
+        q=None,
+        q_a=linear(module, "q_a_proj"),
+        q_norm=norm_at("q_a_layernorm"),
+        q_b=linear(module, "q_b_proj"),
+        kv=linear(module, "kv_a_proj_with_mqa"),
+        kv_norm=norm_at("kv_a_layernorm"),
+        expansion=_expansion(module, dtype),
+        o=linear(module, "o_proj"),
+        heads=sizes[0],
+        rank=sizes[1],
+        nope=sizes[2],
+        rope=sizes[3],
+        value=sizes[4],
+        neighbours=False,
+        scale=scaling,
+        indexer=None
+        if indexer is None
+        else native_indexers.of_places(known(indexer_spec.of_indexer(indexer)), indexer, dtype, copies),
+        chooses=True,
+        sinks=wide(module.sinks, copies),
+        gate=linear(module, "gate_proj"),
+    )
+
+
+def _expansion(module: Any, dtype: torch.dtype) -> Tensor:
+    """The weight of kv_b_proj; where that is packed, its values in the model's dtype."""
+    layer = child_of(module, "kv_b_proj", nn.Module)
+    if isinstance(layer, CpuLinear):
+        if "bias" in layer.parameter_shapes():
+            raise UnknownLayer("its kv_b_proj has a bias")
+        return layer.unpack("weight").to(dtype)
+    if type(layer) is not nn.Linear or layer.bias is not None or layer.weight.dtype != dtype:
+        raise UnknownLayer(f"its kv_b_proj is a {type(layer).__name__} that is not known")
+    weight: Tensor = layer.weight.detach()
+    return weight.contiguous()
+
+
+def _shared_key(module: Any, kind: LayerKind, dtype: torch.dtype, copies: Copies) -> Any:
     """Of heads that share one key, which is the value."""
     if not compressed_spec.is_attention(module):
         raise UnknownLayer(f"{type(module).__name__} is not known in layers of several streams")

@@ -16,7 +16,7 @@ from ktinject.operators.hybrid_experts import HybridExperts
 
 def connection_step(spec: HyperConnectionSpec, module: Any, block_counts: Tensor) -> Step | None:
     is_narrow = any(parameter.dtype != torch.float32 for parameter in module.parameters())
-    if spec.streams != streams_ops.STREAMS or is_narrow:
+    if spec.streams != streams_ops.STREAMS or not spec.iterations or is_narrow:
         return None
     own = type(module).forward
 
