@@ -14,6 +14,8 @@ namespace ktinject::attention {
 namespace {
 
 constexpr int kRowsOfTask = 16;  // of the weight of groups
+constexpr int kHeadsOfTask = 8;
+constexpr size_t kSerialValues = 16'384;  // of heads that are turned: more are worth waking workers
 
 void expect(const gemm::Linear* linear, int in, int out, const char* name) {
   if (linear == nullptr || (in > 0 && linear->config().in_features != in) || linear->config().out_features != out)
@@ -85,27 +87,40 @@ void SharedKeyAttention::forward(const float* x, const Step& step, const LayerCa
     ops.rms_norm(low + product(row, rank), config_.q_norm, step.dtype, low + product(row, rank));
   config_.q_b->forward(low, DType::f32, batch, q);
   ops.round(q, batch * heads * size, step.dtype);
-  for (int row = 0; row < batch; ++row)
-    prepare(step, row, q + product(row, heads, size), key + product(row, size), cache);
+  each_head(step, [&](int row, int head) { prepare_query(step, row, q + product(row * heads + head, size)); });
+  for (int row = 0; row < batch; ++row) write_key(step, row, key + product(row, size), cache);
   static thread_local std::vector<std::vector<int>> chosen;
   compress(x, low, step, cache, chosen);
   attend(q, step, cache, chosen, sum);
-  for (int i = 0; i < batch * heads; ++i) turn_end(step, i / heads, size, true, sum + product(i, size));
+  each_head(step, [&](int row, int head) { turn_end(step, row, size, true, sum + product(row * heads + head, size)); });
   lead_out(sum, step, out);
 }
 
-void SharedKeyAttention::prepare(const Step& step, int row, float* q, float* key, const LayerCache& cache) const {
+template <class Task>
+void SharedKeyAttention::each_head(const Step& step, Task&& task) const {
+  const int heads = config_.heads, blocks = (heads + kHeadsOfTask - 1) / kHeadsOfTask;
+  const runtime::Session session;
+  each(*session, product(step.batch, heads, config_.size) < kSerialValues, step.batch * blocks, [&](int index, int) {
+    const int first = index % blocks * kHeadsOfTask;
+    for (int head = first; head < std::min(heads, first + kHeadsOfTask); ++head) task(index / blocks, head);
+  });
+}
+
+void SharedKeyAttention::prepare_query(const Step& step, int row, float* query) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int size = config_.size;
-  for (int h = 0; h < config_.heads; ++h) {
-    float *query = q + product(h, size), squares = 0;
-    ops.rows_times(query, query, 1, size, DType::f32, &squares);
-    float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + config_.query_epsilon);
-    ops.round(&factor, 1, step.dtype);
-    for (int i = 0; i < size; ++i) query[i] *= factor;
-    ops.round(query, size, step.dtype);
-    turn_end(step, row, size, false, query);
-  }
+  float squares = 0;
+  ops.rows_times(query, query, 1, size, DType::f32, &squares);
+  float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + config_.query_epsilon);
+  ops.round(&factor, 1, step.dtype);
+  for (int i = 0; i < size; ++i) query[i] *= factor;
+  ops.round(query, size, step.dtype);
+  turn_end(step, row, size, false, query);
+}
+
+void SharedKeyAttention::write_key(const Step& step, int row, float* key, const LayerCache& cache) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int size = config_.size;
   ops.rms_norm(key, config_.kv_norm, step.dtype, key);
   turn_end(step, row, size, false, key);
   // A cache may hold keys once more, as values.
@@ -190,22 +205,16 @@ void SharedKeyAttention::lead_out(const float* sum, const Step& step, float* out
   const int groups = config_.groups, inputs = config_.o->config().in_features, rank = inputs / groups;
   const int wide = config_.heads * config_.size / groups, blocks = (rank + kRowsOfTask - 1) / kRowsOfTask;
   const runtime::Scratch low(product(step.batch, inputs));
-  auto multiply = [&](int index, int) {
-    const int pair = index / blocks, group = pair % groups, first = index % blocks * kRowsOfTask;
-    const size_t row = product(group, rank) + static_cast<size_t>(first);
-    ops.rows_times(static_cast<const std::byte*>(config_.grouped) + row * product(wide, 1) * step.width(),
-                   sum + product(pair, wide), std::min(kRowsOfTask, rank - first), wide, step.dtype,
-                   low + product(pair, rank) + first);
-  };
   {
     const runtime::Session session;
-    const bool serial = product(step.batch, inputs, wide) < kSerialProducts;
-    const size_t row_bytes = product(wide, 1) * step.width();
-    // Groups of whole tasks are read as one weight.
-    if (rank % kRowsOfTask != 0) each(*session, serial, step.batch * groups * blocks, multiply);
-    else
-      each_reading(*session, serial, step.batch, config_.grouped, product(inputs, 1) * row_bytes,
-                   kRowsOfTask * row_bytes, multiply);
+    each(*session, product(step.batch, inputs, wide) < kSerialProducts, step.batch * groups * blocks,
+         [&](int index, int) {
+           const int pair = index / blocks, group = pair % groups, first = index % blocks * kRowsOfTask;
+           const size_t row = product(group, rank) + static_cast<size_t>(first);
+           ops.rows_times(static_cast<const std::byte*>(config_.grouped) + row * product(wide, 1) * step.width(),
+                          sum + product(pair, wide), std::min(kRowsOfTask, rank - first), wide, step.dtype,
+                          low + product(pair, rank) + first);
+         });
   }
   config_.o->forward(low, DType::f32, step.batch, out);
   ops.round(out, config_.o->config().out_features * step.batch, step.dtype);

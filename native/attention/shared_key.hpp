@@ -2,6 +2,7 @@
 // before (DeepSeek-V4). What heads give turns back, and leads out by groups of heads.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "attention/attention.hpp"
@@ -35,9 +36,14 @@ class SharedKeyAttention final : public DecoderAttention {
 
  private:
   void check_cache(const Step& step, const LayerCache& cache) const;
-  // One row's queries [heads, size] and key [size], and the latter to the ring.
-  void prepare(const Step& step, int row, float* q, float* key, const LayerCache& cache) const;
-  // The windows that each row sees; of rows that see all, none: `seen` says how many.
+  // task(row, head) for all heads.
+  template <class Task>
+  void each_head(const Step& step, Task&& task) const;
+  // A head's query, normed and turned.
+  void prepare_query(const Step& step, int row, float* query) const;
+  // A row's key, normed and turned, to the ring.
+  void write_key(const Step& step, int row, float* key, const LayerCache& cache) const;
+  // The windows that each row sees.
   void compress(const float* x, const float* low, const Step& step, const LayerCache& cache,
                 std::vector<std::vector<int>>& chosen) const;
   void attend(const float* q, const Step& step, const LayerCache& cache, const std::vector<std::vector<int>>& chosen,

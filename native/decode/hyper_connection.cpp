@@ -47,13 +47,11 @@ void HyperConnection::collapse(const float* streams, int batch, DType dtype, flo
     const runtime::Session session;
     const int blocks = (outputs + kOutputsOfTask - 1) / kOutputsOfTask;
     const bool serial = product(batch, outputs, wide) < attention::kSerialProducts;
-    auto multiply = [&](int index, int) {
+    each(*session, serial, batch * blocks, [&](int index, int) {
       const int row = index / blocks, first = index % blocks * kOutputsOfTask;
       ops.rows_times(config_.fn + product(first, wide), streams + product(row, wide),
                      std::min(kOutputsOfTask, outputs - first), wide, DType::f32, logits + row * outputs + first);
-    };
-    attention::each_reading(*session, serial, batch, config_.fn, product(outputs, wide) * sizeof(float),
-                            product(kOutputsOfTask, wide) * sizeof(float), multiply);
+    });
   }
   for (int row = 0; row < batch; ++row) {
     const float* x = streams + product(row, wide);

@@ -141,7 +141,7 @@ def test_steps_are_as_exact_as_the_model_s_own(kinds: tuple[str, ...]) -> None:
         # Vectors with a rest, several tasks of a key's values, and heads on the pool.
         pytest.param(
             (HEAVY, SPARSE),
-            {"head_dim": 136, "index_head_dim": 72, "num_attention_heads": 8, "o_groups": 4},
+            {"head_dim": 136, "index_head_dim": 72, "num_attention_heads": 64, "o_groups": 4},
             marks=NIGHTLY,
         ),
         pytest.param((SLIDING, SPARSE), {"index_topk": 64, "sliding_window": 64}, marks=NIGHTLY),
