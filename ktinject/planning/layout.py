@@ -113,10 +113,10 @@ def _lay_out(
     if len(devices) > 1:
         outside, layers = _sizes_of_layers(model, replacements, devices[0])
         if fills:
-            per_token = memory.kv_bytes_of_layers(replacements, model, kv_values)
+            caches = memory.cache_sizes(replacements, model, kv_values)
             buffers = memory.required(replacements, model, {}, devices[0], None, context)
             layers = {
-                path: size + memory.cache_bytes(per_token.get(path, 0), bucket_of(context))
+                path: size + (caches[path].of(bucket_of(context)) if path in caches else 0)
                 for path, size in layers.items()
             }
             room = {device: where.limits[device] - buffers for device in devices}

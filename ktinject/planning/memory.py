@@ -1,15 +1,17 @@
 """Runtime memory: workspace and KV cache, which a swapped model holds beside its weights while it runs.
 
 The size of the KV cache is not computed from the config, whose fields differ from family to family. Instead the model
-runs once on the meta device, where nothing is computed, and the values in its cache are counted. If a device has no
-room for the request that was asked for, or a short one, the layout does not fit: the planner tries several GPUs instead
-of one, or reports a problem.
+runs once on the meta device, where nothing is computed, and the values in its cache are counted. Of how many tokens a
+layer with a window keeps them, decode steps know, too (generation/cache_layers.py). If a device has no room for the
+request that was asked for, or a short one, the layout does not fit: the planner tries several GPUs instead of one, or
+reports a problem.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktinject.generation.cache import bucket_of
+from ktinject.generation.cache_layers import ALL_TOKENS, LayerKind, kinds_of
 from ktinject.hf import compat, models
 from ktinject.hf.layers import Layers
 from ktinject.machine import device_of
@@ -28,8 +31,37 @@ if TYPE_CHECKING:
     from ktinject.planning.replacements import Replacement
 
 _TOKENS = 2  # tokens of the request that runs on the meta device
-_SHORTEST = bucket_of(1)
+_SHORTEST, _LONGEST = bucket_of(1), 1 << 30
 _ANSWERS: Memory[tuple[int, ...] | Support] = Memory()
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Bytes of the keys and values of a request.
+
+    parts  the last tokens that layers keep, None: all → bytes that a token adds
+    """
+
+    parts: Mapping[int | None, int]
+
+    @property
+    def per_token(self) -> int:
+        """Bytes that a token adds to a text that is shorter than all windows."""
+        return sum(self.parts.values())
+
+    def of(self, positions: int) -> int:
+        """Bytes of a cache of so many positions, twice: that of a captured step, and the prompt's, copied into it."""
+        return 2 * sum(
+            each * (positions if most is None else min(positions, most)) for most, each in self.parts.items()
+        )
+
+    @classmethod
+    def sum(cls, sizes: Iterable[CacheSize]) -> CacheSize:
+        parts: dict[int | None, int] = {}
+        for size in sizes:
+            for most, each in size.parts.items():
+                parts[most] = parts.get(most, 0) + each
+        return cls(parts)
 
 
 @dataclass(frozen=True)
@@ -37,8 +69,8 @@ class RuntimeMemory:
     """The runtime memory of one device.
 
     workspace           purpose → bytes of a buffer that operators share
-    kv_bytes_per_token  bytes that a token adds to the KV cache on this device; 0 if there is no cache here or its size
-                        is not known
+    kv_bytes_per_token  bytes that a token adds to the KV cache on this device, while no layer's window is full; 0 if
+                        there is no cache here or its size is not known
     longest_request     tokens of the longest request that fits: prompt and answer, summed over the rows of the batch;
                         None if it is not known
     """
@@ -84,8 +116,8 @@ def find(
     used = (device for replacement in replacements for device, _ in replacement.workspace if device in limits)
     for device in dict.fromkeys((*to_load, *device_map.values(), *used)):
         room = limits.get(device, 0) - to_load.get(device, 0)
-        kv_bytes_per_token = _kv_bytes_per_token(replacements, model, device_map, device, cached)
-        cache = cache_bytes(kv_bytes_per_token, positions)
+        size = _cache_size(replacements, model, device_map, device, cached)
+        kv_bytes_per_token, cache = size.per_token, size.of(positions)
         workspace: dict[str, int] = {}
         buffers = _workspace(replacements, device)
         later = sum(least for _, least, _ in buffers)
@@ -98,11 +130,11 @@ def find(
             # What a buffer may do without is for the cache and the other buffers.
             workspace[what] = max(0, min(wanted, room, max(least, room - cache - later)))
             room -= workspace[what]
-        longest = _longest(room, kv_bytes_per_token) if kv_bytes_per_token else None
+        longest = _longest(room, size) if kv_bytes_per_token else None
         if longest is not None and longest < positions and room >= 0:
             problems.append(
-                f"{device} has {show_bytes(room)} left beside the weights, and each token of a request takes "
-                f"{show_bytes(kv_bytes_per_token)} of cache: no room for {positions:,} tokens."
+                f"{device} has {show_bytes(room)} left beside the weights, and the cache of a request takes "
+                f"{show_bytes(cache)}: no room for {positions:,} tokens."
             )
         if workspace or kv_bytes_per_token:
             runtime_memory[device] = RuntimeMemory(workspace, kv_bytes_per_token, longest)
@@ -135,22 +167,22 @@ def _workspace(replacements: Sequence[Replacement], device: str) -> list[tuple[s
     return [(what, *sizes) for what, sizes in found.items()]
 
 
-def _kv_bytes_per_token(
+def _cache_size(
     replacements: Sequence[Replacement],
     model: PreTrainedModel,
     device_map: Mapping[str, str],
     device: str,
     values: Sequence[int] | None,
-) -> int:
-    """Bytes that a token adds to the KV cache on one device; 0 if this is not known."""
-    sizes = kv_bytes_of_layers(replacements, model, values)
-    return sum(size for path, size in sizes.items() if device_of(device_map, path) == device)
+) -> CacheSize:
+    """The cache of the layers on one device; without parts if it is not known."""
+    sizes = cache_sizes(replacements, model, values)
+    return CacheSize.sum(size for path, size in sizes.items() if device_of(device_map, path) == device)
 
 
-def kv_bytes_of_layers(
+def cache_sizes(
     replacements: Sequence[Replacement], model: PreTrainedModel, values: Sequence[int] | None
-) -> dict[str, int]:
-    """Decoder layer → bytes that a token adds to its cache; empty if this is not known."""
+) -> dict[str, CacheSize]:
+    """Decoder layer → what it caches; empty if this is not known."""
     layers = Layers(model)
     if values is None or len(values) != layers.count:
         return {}
@@ -159,10 +191,30 @@ def kv_bytes_of_layers(
         for replacement in replacements
         if replacement.kv_values_per_token is not None
     }
+    kinds = _kinds(model, layers.count)
     return {
-        path: own.get(number, count) * model.dtype.itemsize
+        path: _size(own.get(number, count) * model.dtype.itemsize, kinds[number])
         for number, (path, count) in enumerate(zip(layers.paths, values))
     }
+
+
+def _size(each: int, kind: LayerKind) -> CacheSize:
+    """Of a layer to which a token adds so many bytes."""
+    own = CacheSize({kind.window: each})
+    if kind.rate is None:
+        return own
+    # A compressed key and the index's are no wider than a key and a value. And of the tokens of two windows it is kept
+    # what these are made of, some of it in fp32.
+    return CacheSize.sum([own, CacheSize({kind.rate: 3 * each, None: math.ceil(each / kind.rate)})])
+
+
+def _kinds(model: PreTrainedModel, count: int) -> Sequence[LayerKind]:
+    """What each layer keeps; all tokens, where the config does not say."""
+    try:
+        kinds = kinds_of(model.config)
+    except Exception:  # a family's config may lack what transformers' caches ask it for
+        kinds = []
+    return kinds if len(kinds) == count else [ALL_TOKENS] * count
 
 
 def required(
@@ -175,24 +227,19 @@ def required(
 ) -> int:
     """The least bytes that a device needs beside the weights: buffers at their smallest, and the cache of a request."""
     buffers = sum(least for _, least, _ in _workspace(replacements, device))
-    return buffers + cache_bytes(
-        _kv_bytes_per_token(replacements, model, device_map, device, cached), bucket_of(context)
-    )
+    return buffers + _cache_size(replacements, model, device_map, device, cached).of(bucket_of(context))
 
 
-def cache_bytes(kv_bytes_per_token: int, positions: int) -> int:
-    """Bytes of a cache of so many positions, twice: that of a captured step, and the prompt's, copied into it."""
-    return 2 * kv_bytes_per_token * positions
-
-
-def _longest(room: int, kv_bytes_per_token: int) -> int:
+def _longest(room: int, size: CacheSize) -> int:
     """Tokens of the longest request that fits `room` bytes.
 
     The KV cache of a captured step has a power of two of positions.
     """
-    if room < cache_bytes(kv_bytes_per_token, _SHORTEST):
+    if room < size.of(_SHORTEST):
         return 0
-    tokens: int = 1 << (room // cache_bytes(kv_bytes_per_token, 1)).bit_length() - 1
+    tokens = _SHORTEST
+    while tokens < _LONGEST and size.of(2 * tokens) <= room:
+        tokens *= 2
     return tokens
 
 

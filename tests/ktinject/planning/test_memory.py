@@ -12,9 +12,12 @@ from double import EXPERTS, HeldExperts, machine, on_meta
 from transformers import PreTrainedConfig
 
 from ktinject import rules
+from ktinject.generation.cache import FixedCache
+from ktinject.generation.cache_layers import kinds_of
 from ktinject.operators import register_operator
 from ktinject.operators.probes.answer import Memory
 from ktinject.planning import memory
+from ktinject.planning.devices import show_bytes
 from ktinject.planning.plan import Plan
 from ktinject.planning.planner import make
 
@@ -133,10 +136,48 @@ def test_what_does_not_fit_is_refused() -> None:
     short = planned("sharing_experts", memory=weights + 300)
     assert short.runtime_memory["cpu"].workspace == {"a buffer": 200}
     assert short.problems == [
-        f"cpu has 100 B left beside the weights, and each token of a request takes {token} B of cache: no room for 256 "
-        "tokens."
+        f"cpu has 100 B left beside the weights, and the cache of a request takes {show_bytes(512 * token)}: no room "
+        "for 256 tokens."
     ]
     none = planned("sharing_experts", memory=weights + 100)
     assert none.problems[0] == "cpu has 100 B left beside the weights, and a buffer need 200 B."
     assert planned("sharing_experts", memory=weights + 200 + 512 * token - 1).problems
     assert not planned("sharing_experts", memory=weights + 200 + 512 * token).problems
+
+
+def test_layers_with_a_window_keep_no_more_than_it() -> None:
+    size = memory.CacheSize.sum([memory.CacheSize({None: 8}), memory.CacheSize({128: 4, None: 1})])
+    assert size.parts == {None: 9, 128: 4} and size.per_token == 13
+    assert size.of(100) == 2 * 13 * 100 and size.of(1024) == 2 * (9 * 1024 + 4 * 128)
+    for tokens in (256, 4096):
+        assert memory._longest(size.of(tokens), size) == tokens
+        assert memory._longest(size.of(tokens) - 1, size) == (tokens // 2 if tokens > 256 else 0)
+    assert memory._longest(4 * 128 * 2, memory.CacheSize({128: 4})) == memory._LONGEST, "it grows no more"
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text", "deepseek_v4", "afmoe", "qwen3_moe"])
+def test_a_long_request_takes_what_its_cache_holds(family: str) -> None:
+    """As decode steps hold it; what compressed keys are made of, which is of fixed size, is counted too wide."""
+    if family not in models.AVAILABLE:
+        pytest.skip(f"this transformers has no {family}")
+    model, tokens = models.tiny(family), 2048
+    sizes = memory.cache_sizes([], model, memory.cached_values(model))
+    counted = memory.CacheSize.sum(sizes.values()).of(tokens) / 2
+    with torch.inference_mode():
+        cache = model(input_ids=torch.randint(3, 60, (1, 3)), use_cache=True).past_key_values
+    held = FixedCache(cache, tokens, 1, model.device, kinds_of(model.config))
+    taken = sum(
+        tensor.numel() * tensor.element_size()
+        for index in range(len(held.layers))
+        for tensor in (*held.with_room(index), *_compressed(held.compressed[index]))
+    )
+    assert taken <= counted <= taken * (3 if family == "deepseek_v4" else 1)
+    twice = memory.CacheSize.sum(sizes.values()).of(2 * tokens) / 2
+    assert (twice - counted) / tokens < memory.CacheSize.sum(
+        sizes.values()
+    ).per_token or family == "qwen3_moe"
+
+
+def _compressed(kept: Any) -> list[torch.Tensor]:
+    parts = [] if kept is None else [*kept.parts.values()]
+    return [held for part in parts for held in (part.kv, part.gate, part.keys, *part.overlap)]
