@@ -98,8 +98,8 @@ def begin(
         runner.put(next(tokens))
         runner.step()
 
-    native.prove(step, take_over)
-    return native.support
+    shortest = length if positions is None else int(positions.min())
+    return native.prove(step, take_over, shortest)
 
 
 def mask_support(mask: Tensor | None, length: int) -> Support:

@@ -159,19 +159,26 @@ class NativeDecoder:
         """Leave in the cache what the first of the tokens of `several` alone would have left, to the bit."""
         self._layers.decoder.keep(cache=self._cache_of(cache), kept=tokens)
 
-    def prove(self, step: Callable[[], None], again: Callable[[], None]) -> None:
-        """Settle whether steps run natively, if that is open.
+    def prove(self, step: Callable[[], None], again: Callable[[], None], tokens: int) -> Support:
+        """Settle whether steps run natively, if that is open. Returns whether those of this request do.
 
         step    makes a step on a request's cache, each time with other tokens
         again   puts the cache back to what it was before
+        tokens  of the shortest text in the cache
         """
+        if self.support and not self.is_proven and tokens < self._layers.least_compared:
+            least = self._layers.least_compared
+            return Support.no(
+                f"{tokens} tokens show no choice of compressed keys; the first request takes {least}"
+            )
         for _ in range(TRIES):
             if self.is_proven or not self.support:
-                return
+                return self.support
             step()
             again()
         if not self.is_proven:
             self._refuse("its layers could not be compared")
+        return self.support
 
     def refresh(self) -> None:
         """Read anew what the native layers hold a copy of; for each request."""

@@ -56,6 +56,8 @@ class NativeLayers:
 
     masks    how the model is given the masks of a step
     copies   what the twin does not read where the model has it: its own, and the model's
+    least_compared
+             tokens behind which a step shows what all layers do
     """
 
     def __init__(self, model: Any) -> None:
@@ -102,6 +104,7 @@ class NativeLayers:
                 self.decoder.add(**_layer(layer, kind, weight.dtype, self.copies, angles, is_interleaved))
             except (UnknownLayer, ValueError) as error:
                 raise UnknownLayer(f"layer {index}: {error}") from None
+        self.least_compared = native_streams.least_compared(self.layers, self.kinds)
         self.masks = known(masks.of_model(model))
         self._read_as = native_ends.read_as(model, self.path, embed, self.embed.num_embeddings)
         self._embedding_scale = native_ends.embedding_scale(self.module, embed, self.streams)

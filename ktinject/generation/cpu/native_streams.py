@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,19 @@ def rotations(layers: nn.ModuleList) -> list[str]:
     """The names by which layers find their rotations among those of all kinds; empty: they are given one."""
     names = [getattr(getattr(layer, "self_attn", None), "rope_layer_type", None) for layer in layers]
     return [name for name in names if isinstance(name, str)] if all(names) else []
+
+
+def least_compared(layers: nn.ModuleList, kinds: Sequence[LayerKind]) -> int:
+    """Tokens before one that sees two windows, of which an index then has to choose; 0 without such an index."""
+    compressors: list[Any] = [
+        getattr(getattr(layer, "self_attn", None), "compressor", None) for layer in layers
+    ]
+    rates = (
+        kind.rate
+        for compressor, kind in zip(compressors, kinds)
+        if kind.rate is not None and hasattr(compressor, "indexer")
+    )
+    return max((2 * rate - 1 for rate in rates), default=0)
 
 
 def layer(

@@ -189,6 +189,17 @@ def test_several_turns_on_a_caller_s_cache() -> None:
         ids = torch.cat([found, ids[:, :2]], dim=1)
 
 
+def test_beams() -> None:
+    """Whose windows are put in another order with each step."""
+    model, _ = made(HEAVY, SPARSE, weights="int8", dtype=torch.float32)
+    arguments = {**prompt(2, 16, padding=3), "eos_token_id": None, "num_beams": 3}
+    found = model.generate(**arguments)
+    assert model.ktinject_decoding.last == "native, stock loop: beam search"
+    layer = DynamicCache(config=model.config).layers[-1]
+    if "reorder_cache" in vars(type(layer)):  # transformers 5.17 leaves the windows of other beams
+        assert torch.equal(found, stock(model, **arguments))
+
+
 def test_a_cache_that_grows() -> None:
     model, _ = made(HEAVY, SPARSE, weights="int8", dtype=torch.float32, max_position_embeddings=512)
     arguments = {**prompt(2, 245, padding=7), "eos_token_id": None}
@@ -245,6 +256,22 @@ class TestWhatIsCompared:
         scorer.weights_proj.weight.copy_(weight)
         logits_of(model, native)
         assert not native.is_proven
+
+    def test_texts_that_show_no_choice(self) -> None:
+        """Of fewer than two windows, which the first request has to have."""
+        model, _ = made(SPARSE)
+        long, short = (
+            {**prompt(2, length, padding=2), "eos_token_id": None, "max_new_tokens": 4} for length in (7, 6)
+        )
+        for arguments, how in ((short, "eager loop"), (long, "native loop"), (short, "native loop")):
+            model.generate(**arguments)
+            assert model.ktinject_decoding.last == how
+            said = (
+                ""
+                if how == "native loop"
+                else "4 tokens show no choice of compressed keys; the first request takes 5"
+            )
+            assert model.ktinject_decoding.reason == said
 
 
 class TestRefusals:

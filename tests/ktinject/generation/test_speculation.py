@@ -182,7 +182,7 @@ def test_a_step_of_several_tokens_leaves_what_single_steps_leave(family: str, co
             return runner.found.clone()
 
         again()
-        native.prove(lambda: single(first.argmax()), again)
+        native.prove(lambda: single(first.argmax()), again, 12)
         steps = SeveralTokens(runner, native, lambda: [])
         steps.prove(first.float(), again)
         assert steps.support and steps.most > 1
@@ -241,7 +241,7 @@ def test_what_is_kept_may_be_cut_once_more(family: str, config: dict[str, Any]) 
             return [tensor.clone() for tensors, kind in kinds if kind.is_state for tensor in tensors]
 
         again()
-        native.prove(prove, again)
+        native.prove(prove, again, 12)
         assert native.is_proven, native.support.reason
         for cuts in ((4, 2), (3, 2, 2), (5, 2)):
             assert all(map(torch.equal, left(*cuts), left(2)))
