@@ -52,8 +52,9 @@ class AbsorbedMlaConfig(Config):
 
 @register_operator("absorbed_mla")
 class AbsorbedMla(Operator):
-    """DeepSeek's latent attention, also with an indexer that chooses the places to attend to (DeepSeek-V3.2, GLM-5), or
-    with queries that are multiplied with a function of their position (Mistral 4, Mistral Large 4).
+    """DeepSeek's latent attention, also with an indexer that chooses the places to attend to (DeepSeek-V3.2, GLM-5),
+    with queries that are multiplied with a function of their position (Mistral 4, Mistral Large 4), or with gates
+    behind the heads (dots3-note).
     For each token it caches the latent and one rotary key, in transformers' caches, where an indexer keeps its own.
 
     The operator holds no weights. The attention's linears and norms stay under their names, and other rules may
@@ -76,6 +77,8 @@ class AbsorbedMla(Operator):
     o_proj: nn.Module
     indexer: Any
     softmax_scaling: Any
+    k_rope_only_layernorm: nn.Module
+    g_proj: nn.Module
 
     def __init__(self, module: nn.Module, spec: LatentSpec, config: AbsorbedMlaConfig) -> None:
         super().__init__()
@@ -144,14 +147,11 @@ class AbsorbedMla(Operator):
             raise OperatorError("absorbed_mla: attention weights are not kept. Leave output_attentions out.")
         spec = self.spec
         b, m, _ = hidden_states.shape
-        low = None if self.q_a_proj is None else self.q_a_layernorm(self.q_a_proj(hidden_states))
+        low = latent_formula.low_query(self, spec, hidden_states)
         q = self.q_proj(hidden_states) if low is None else self.q_b_proj(low)
         q = q.view(b, m, spec.num_heads, -1).transpose(1, 2)
         q_nope, q_rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
-        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states)[:, None].split(
-            [spec.kv_lora_rank, spec.qk_rope_head_dim], -1
-        )
-        latent = self.kv_a_layernorm(latent)
+        latent, k_rope = latent_formula.cached(self, spec, hidden_states)
         both = latent_formula.rotate(spec.rope, torch.cat([q_rope, k_rope], 1), position_embeddings)
         q_rope, k_rope = both.split([spec.num_heads, 1], 1)
         if spec.by_position:
@@ -173,6 +173,8 @@ class AbsorbedMla(Operator):
                 chosen = self._chosen(hidden_states, low, position_embeddings, attention_mask, kwargs)
                 attention_mask = latent_formula.attended(attention_mask, chosen)  # type: ignore[arg-type]
             out = self._attend(q_nope, q_rope, latent, k_rope, attention_mask)
+        if spec.has_gate:
+            out = latent_formula.gated(self, spec, out.reshape(b, m, spec.num_heads, -1), hidden_states)
         out = self.o_proj(out.reshape(b, m, -1))
         return (out, None, chosen) if spec.hands_on and chosen is not None else (out, None)
 

@@ -182,7 +182,7 @@ def _prefix() -> str:
 def _latent(model: Any) -> Support | None:
     """Whether latent attention can be cached; None if the model has none."""
     config = model.config.get_text_config()
-    if getattr(config, "kv_lora_rank", None) is None:
+    if vars(config).get("kv_lora_rank") is None:
         return None
     layers = {
         path: module

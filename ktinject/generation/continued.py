@@ -113,7 +113,8 @@ def unplanned(model: Any, scores: int) -> Iterator[None]:
     cuda = torch.backends.cuda
     is_planned = model.device.type == "cuda" and cuda.cudnn_sdp_enabled()
     # Keys and values of other widths, which flash attention is not for.
-    is_latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+    # A config whose layers have other ranks gives none of its own as an attribute.
+    is_latent = vars(model.config.get_text_config()).get("kv_lora_rank") is not None
     if not is_planned or is_latent or scores >= _WORTH_A_PLAN:
         yield
         return

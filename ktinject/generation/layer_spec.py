@@ -46,7 +46,7 @@ from ktinject.generation.recurrent_spec import (
 )
 from ktinject.generation.streams_spec import HyperConnectionSpec, StreamsLayerSpec, TokenRoutedSpec
 from ktinject.operators.absorbed_mla import AbsorbedMla
-from ktinject.operators.probes.latent_formula import LatentSpec
+from ktinject.operators.probes.latent_formula import KEY_NORM, LatentSpec
 from ktinject.support import Support
 
 
@@ -86,6 +86,7 @@ class LatentAttentionSpec:
     """Attention to a cached latent, as `absorbed_mla` computes it.
 
     q_norm   of the low-rank query; None: the query has full rank
+    key_norm of the rotary key; None: there is none
     indexer  what chooses the places that are attended to; None: nothing does, or a layer before (`latent.chooses`)
     """
 
@@ -94,6 +95,7 @@ class LatentAttentionSpec:
     q_norm: NormSpec | None
     kv_norm: NormSpec
     indexer: IndexerSpec | None = None
+    key_norm: NormSpec | None = None
 
     @property
     def layer_idx(self) -> int:
@@ -366,10 +368,11 @@ def _of_latent(module: AbsorbedMla) -> LatentAttentionSpec | Support:
     query = None if module.q_a_proj is None else norm_at(module, "q_a_layernorm")
     latent = norm_at(module, "kv_a_layernorm")
     indexer = indexer_spec.of_indexer(module.indexer) if module.spec.chooses == "own" else None
-    for found in (query, latent, indexer):
+    key = norm_at(module, KEY_NORM) if module.spec.has_key_norm else None
+    for found in (query, latent, indexer, key):
         if isinstance(found, Support):
             return found
-    return LatentAttentionSpec("", module.spec, query, latent, indexer)  # type: ignore[arg-type]
+    return LatentAttentionSpec("", module.spec, query, latent, indexer, key)  # type: ignore[arg-type]
 
 
 def of_rotation(module: Any) -> RotationSpec | Support:

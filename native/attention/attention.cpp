@@ -11,6 +11,7 @@
 #include "attention/attention.hpp"
 #include "attention/block_index.hpp"
 #include "attention/indexer.hpp"
+#include "attention/ring.hpp"
 #include "attention/tasks.hpp"
 #include "attention/turning.hpp"
 #include "runtime/scratch.hpp"
@@ -57,22 +58,27 @@ Places places_of(const LayerCache& cache, const Step& step, int row, int heads, 
   return {capacity, position % window, std::min(position + 1, window)};
 }
 
-// The mask [window] of a row in the order of a ring that is full. mask: null where there is no padding. chunked: what
-// is before the row's chunk is not seen, of chunks that begin at its first token.
-void mask_of_ring(const uint8_t* mask, int position, int window, bool chunked, uint8_t* out) {
-  const int later = position % window + 1;  // places from the first on hold the latest positions
-  if (mask == nullptr) {
-    std::fill(out, out + window, uint8_t{1});
+// values *= factor, rounded.
+void multiply(float factor, DType dtype, std::span<float> values) {
+  if (factor == 1.0f) return;
+  for (float& value : values) value *= factor;
+  gemm::step_ops().round(values.data(), static_cast<int>(values.size()), dtype);
+}
+
+// sum [batch, heads, value] times what a gate [batch, gates] says, of a head or of each of its values.
+void multiply_by_gate(float* sum, int values, float* gate, int gates, bool has_softplus, const Step& step) {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int all = step.batch * gates, share = values / gates, count = all * share;  // values that a gate is of
+  ops.round(gate, all, step.dtype);
+  if (has_softplus) {
+    // As torch does: what is far from 0 is itself.
+    for (int i = 0; i < all; ++i) gate[i] = gate[i] > 20.0f ? gate[i] : std::log1p(std::exp(gate[i]));
   } else {
-    const uint8_t* latest = mask + position + 1 - later;
-    std::copy(latest, latest + later, out);
-    std::copy(latest - (window - later), latest, out + later);
+    ops.sigmoid(gate, all);
   }
-  if (!chunked) return;
-  int first = 0;
-  while (mask != nullptr && first < position && mask[first] == 0) ++first;
-  const int seen = (position - first) % window + 1;  // the latest positions
-  for (int back = seen; back < window; ++back) out[(position - back) % window] = 0;
+  ops.round(gate, all, step.dtype);
+  for (int i = 0; i < count; ++i) sum[i] *= gate[i / share];
+  ops.round(sum, count, step.dtype);
 }
 
 }  // namespace
@@ -154,7 +160,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     ops.round(v, batch * groups * dv, step.dtype);
     for (int i = 0; i < batch * groups * dv; ++i) v[i] *= config_.value_scale;
   }
-  if (step.consecutive) remember(step, cache);
+  if (step.consecutive) remember_ring(step, cache, config_.window);
   auto norm_all = [&](float* values, const Norm& norm) {
     if (norm.weight == nullptr || norm.size == size) return;
     ops.round(values, norm.size, step.dtype);
@@ -234,7 +240,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     ops.round(gate, batch * heads * size, step.dtype);
     ops.gate_by_sigmoid(sum, gate, batch * heads * size, step.dtype);
   } else if (gates != 0) {
-    multiply_by_gate(sum, gate, step);
+    multiply_by_gate(sum, heads * dv, gate, gates, config_.has_softplus, step);
   }
   config_.o->forward(sum, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
@@ -307,56 +313,7 @@ void GroupedAttention::prepare_values(float* v, const float* k, const Step& step
   for (int i = 0; i < count; ++i) ops.rms_norm(v + product(i, dv), config_.v_norm, step.dtype, v + product(i, dv));
 }
 
-void GroupedAttention::multiply_by_gate(float* sum, float* gate, const Step& step) const {
-  const gemm::StepOps& ops = gemm::step_ops();
-  const int gates = config_.gate->config().out_features, all = step.batch * gates;
-  ops.round(gate, all, step.dtype);
-  if (config_.has_softplus) {
-    // As torch does: what is far from 0 is itself.
-    for (int i = 0; i < all; ++i) gate[i] = gate[i] > 20.0f ? gate[i] : std::log1p(std::exp(gate[i]));
-  } else {
-    ops.sigmoid(gate, all);
-  }
-  ops.round(gate, all, step.dtype);
-  const int share = config_.heads * value() / gates, count = all * share;  // values that a gate is of
-  for (int i = 0; i < count; ++i) sum[i] *= gate[i / share];
-  ops.round(sum, count, step.dtype);
-}
-
-// Of a ring that is full, what the tokens of a step overwrite: [tokens, groups, size] of keys and of values.
-void GroupedAttention::remember(const Step& step, const LayerCache& cache) const {
-  Undo& undo = *cache.undo;
-  undo.position = step.position;
-  undo.rows = 0;
-  if (config_.window == 0 || step.position + step.batch <= config_.window) return;
-  if (step.batch > config_.window)
-    throw std::invalid_argument("attention: a step of " + std::to_string(step.batch) + " tokens in a window of " +
-                                std::to_string(config_.window));
-  undo.rows = step.batch;
-  copy_ring(cache, 0, true);
-}
-
-void GroupedAttention::keep(const LayerCache& cache, int kept) const {
-  if (cache.undo->rows > 0) copy_ring(cache, kept, false);
-}
-
-void GroupedAttention::copy_ring(const LayerCache& cache, int first, bool to_undo) const {
-  Undo& undo = *cache.undo;
-  const int capacity = cache.first.shape[2];
-  for (auto [cached, kept, size] :
-       {std::tuple{&cache.first, &undo.first, config_.size}, std::tuple{&cache.second, &undo.second, value()}}) {
-    const size_t bytes = static_cast<size_t>(size) * dtype_bytes(cached->dtype);
-    kept->resize(product(undo.rows, config_.groups) * bytes);
-    for (int row = first; row < undo.rows; ++row)
-      for (int g = 0; g < config_.groups; ++g) {
-        auto* here = static_cast<std::byte*>(cached->data) +
-                     (product(g, capacity) + static_cast<size_t>((undo.position + row) % config_.window)) * bytes;
-        std::byte* there = kept->data() + product(row * config_.groups + g, 1) * bytes;
-        if (to_undo) std::copy(here, here + bytes, there);
-        else std::copy(there, there + bytes, here);
-      }
-  }
-}
+void GroupedAttention::keep(const LayerCache& cache, int kept) const { restore_ring(cache, config_.window, kept); }
 
 LatentAttention::LatentAttention(LatentAttentionConfig config) : config_(config) {
   const int query = config_.heads * (config_.nope + config_.rope);
@@ -372,7 +329,11 @@ LatentAttention::LatentAttention(LatentAttentionConfig config) : config_(config)
   if (config_.kv_norm.size != config_.rank)
     throw std::invalid_argument("attention: the latent's norm has another size");
   if (config_.tuned.every < 0) throw std::invalid_argument("attention: queries tuned by less than one position");
-  if (config_.gate != nullptr) expect(config_.gate, config_.heads * config_.value, "the projection to gates");
+  if (config_.k_norm.weight != nullptr && config_.k_norm.size != config_.rope)
+    throw std::invalid_argument("attention: the norm of the rotary key has another size");
+  if (config_.gate != nullptr && config_.gate->config().out_features != config_.heads)
+    expect(config_.gate, config_.heads * config_.value, "the projection to gates");
+  if (config_.window > 0 && config_.chooses) throw std::invalid_argument("attention: chosen places beside a window");
   if (config_.indexer != nullptr && ((config_.q != nullptr) != config_.indexer->takes_input() || !config_.chooses))
     throw std::invalid_argument(
         "attention: an indexer takes a low-rank query, or norms its input where there is none, and attention goes by "
@@ -387,26 +348,32 @@ bool LatentAttention::fits(int hidden) const {
   return config_.o->config().in_features == config_.heads * config_.value && config_.o->config().out_features == hidden;
 }
 
+void LatentAttention::keep(const LayerCache& cache, int kept) const { restore_ring(cache, config_.window, kept); }
+
 void LatentAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
-  places_of(cache, step, step.batch - 1, 1, config_.rank, config_.rope, 0);
+  places_of(cache, step, step.batch - 1, 1, config_.rank, config_.rope, config_.window);
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, rope = config_.rope, batch = step.batch;
   const int wide = rank + rope;
-  if (step.has_wide_rotation && !config_.stays)
-    throw std::invalid_argument("attention: latent attention with a rotation in fp32");
+  const bool has_masks = step.mask != nullptr && config_.window > 0;
+  const int gates = config_.gate == nullptr ? 0 : config_.gate->config().out_features;
   if (step.rotary != rope && step.rotary != 0)
     throw std::invalid_argument("attention: found a rotation of " + std::to_string(step.rotary) + " values; expected " +
                                 std::to_string(rope));
   const int low = config_.q == nullptr ? config_.q_a->config().out_features : 0;
   runtime::Arrays arrays;
   const size_t low_at = arrays.take(product(2 * batch, low)), q_at = arrays.take(product(batch, heads, nope + rope)),
-               kv_at = arrays.take(product(batch, wide)), latent_at = arrays.take(static_cast<size_t>(wide)),
+               kv_at = arrays.take(product(batch, wide)), latent_at = arrays.take(product(1, wide + rope)),
                query_at = arrays.take(product(batch, heads, wide)), sum_at = arrays.take(product(batch, heads, rank)),
-               head_at = arrays.take(product(batch, heads, config_.value));
+               head_at = arrays.take(product(batch, heads, config_.value)),
+               gate_at = arrays.take(product(batch, gates)),
+               mask_at = arrays.take(has_masks ? product(step.together(), config_.window) / sizeof(float) + 1 : 0);
   const runtime::Scratch memory(arrays.count());
+  auto* masks = reinterpret_cast<uint8_t*>(memory + mask_at);
   float *q = memory + q_at, *kv = memory + kv_at, *query = memory + query_at;
   float *sum = memory + sum_at, *head = memory + head_at;
 
-  project(x, step, memory + low_at, q, kv);
+  project(x, step, memory + low_at, q, kv, memory + gate_at);
+  if (step.consecutive) remember_ring(step, cache, config_.window);
   if (config_.indexer != nullptr) config_.indexer->forward(x, memory + low_at + product(batch, low), step, cache);
   const Choice* choice = config_.chooses ? cache.choice : nullptr;
   if (choice != nullptr && (choice->position != step.position || choice->is_all.size() != static_cast<size_t>(batch)))
@@ -414,8 +381,14 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   absorb(q, step, query);
   const gemm::StepOps& ops = gemm::step_ops();
   for (int first = 0; first < batch; first += step.together()) {
-    const Places places = places_of(cache, step, first, 1, rank, rope, 0);
-    for (int row = first; row < first + step.together(); ++row) write(row, kv, step, places, memory + latent_at, cache);
+    const Places places = places_of(cache, step, first, 1, rank, rope, config_.window);
+    const bool wraps = has_masks && step.position_of(first) >= places.count;
+    for (int row = first; row < first + step.together(); ++row) {
+      write(row, kv, step, places, memory + latent_at, cache);
+      if (wraps)
+        mask_of_ring(step.mask_of(row), step.position_of(row), places.count, false,
+                     masks + product(row - first, places.count));
+    }
     if (choice != nullptr && !choice->is_all[static_cast<size_t>(first)]) {
       attend_chosen(query, step, cache, first, sum + product(first, heads, rank));
       continue;
@@ -430,18 +403,12 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
       task.d1 = task.dv = rank;
       task.d2 = rope;
       task.dtype = step.dtype;
-      task.mask = step.mask_of(row);
+      task.mask = wraps ? masks + product(index, places.count) : step.mask_of(row);
       return task;
     });
   }
   expand(sum, step, head);
-  if (config_.gate != nullptr) {
-    const int values = batch * heads * config_.value;
-    const runtime::Scratch gate(static_cast<size_t>(values));
-    config_.gate->forward(x, DType::f32, batch, gate);
-    ops.round(gate, values, step.dtype);
-    ops.gate_by_sigmoid(head, gate, values, step.dtype);
-  }
+  if (gates != 0) multiply_by_gate(head, heads * config_.value, memory + gate_at, gates, false, step);
   config_.o->forward(head, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
 }
@@ -496,20 +463,21 @@ void LatentAttention::attend_chosen(const float* query, const Step& step, const 
   });
 }
 
-void LatentAttention::project(const float* x, const Step& step, float* low, float* q, float* kv) const {
+void LatentAttention::project(const float* x, const Step& step, float* low, float* q, float* kv, float* gate) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int batch = step.batch;
-  if (config_.q != nullptr) {
-    const gemm::Linear::Product products[] = {{config_.q, q}, {config_.kv, kv}};
-    gemm::Linear::forward(products, x, DType::f32, batch);
-  } else {
+  const bool is_low = config_.q == nullptr;
+  gemm::Linear::Product products[3] = {{is_low ? config_.q_a : config_.q, is_low ? low : q}, {config_.kv, kv}};
+  size_t linears = 2;
+  if (config_.gate != nullptr) products[linears++] = {config_.gate, gate};
+  gemm::Linear::forward(std::span(products).first(linears), x, DType::f32, batch);
+  if (is_low) {
     const int size = config_.q_a->config().out_features;
     float* normed = low + product(batch, size);
-    const gemm::Linear::Product products[] = {{config_.q_a, low}, {config_.kv, kv}};
-    gemm::Linear::forward(products, x, DType::f32, batch);
     ops.round(low, batch * size, step.dtype);
     for (int row = 0; row < batch; ++row)
       ops.rms_norm(low + product(row, size), config_.q_norm, step.dtype, normed + product(row, size));
+    multiply(config_.low_factor, step.dtype, {normed, product(batch, size)});
     config_.q_b->forward(normed, DType::f32, batch, q);
   }
   ops.round(q, batch * config_.heads * (config_.nope + config_.rope), step.dtype);
@@ -522,16 +490,25 @@ void LatentAttention::rotate(const float* from, const Step& step, int row, float
   } else if (config_.stays) {
     const runtime::Scratch tables(product(4, step.rotary));
     turn_in_place(gemm::step_ops(), from, config_.rope, step, row, true, tables, to);
-  } else turn(gemm::step_ops(), from, config_.rope, step, row, config_.neighbours, to);
+  } else {
+    turn(gemm::step_ops(), from, config_.rope, step, row, config_.neighbours, to);
+    if (step.has_wide_rotation) gemm::step_ops().round(to, config_.rope, step.dtype);
+  }
 }
 
 void LatentAttention::write(int row, const float* kv, const Step& step, const Places& places, float* latent,
                             const LayerCache& cache) const {
   const gemm::StepOps& ops = gemm::step_ops();
-  const int rank = config_.rank, rope = config_.rope;
-  const float* from = kv + product(row, rank + rope);
+  const int rank = config_.rank, rope = config_.rope, wide = rank + rope;
+  const float* from = kv + product(row, wide);
   ops.rms_norm(from, config_.kv_norm, step.dtype, latent);
-  rotate(from + rank, step, row, latent + rank);
+  multiply(config_.latent_factor, step.dtype, {latent, static_cast<size_t>(rank)});
+  const float* key = from + rank;
+  if (config_.k_norm.weight != nullptr) {
+    ops.rms_norm(key, config_.k_norm, step.dtype, latent + wide);
+    key = latent + wide;
+  }
+  rotate(key, step, row, latent + rank);
   const size_t slot = product(step.cache_row(row), places.capacity) + static_cast<size_t>(places.own);
   ops.store(latent, rank, step.dtype, at(cache.first.data, slot * static_cast<size_t>(rank), step));
   ops.store(latent + rank, rope, step.dtype, at(cache.second.data, slot * static_cast<size_t>(rope), step));

@@ -145,16 +145,11 @@ class GroupedAttention final : public DecoderAttention {
   void keep(const LayerCache& cache, int kept) const override;
 
  private:
-  void remember(const Step& step, const LayerCache& cache) const;
   // out [rows computed together, heads, value]: of the chosen blocks of so many places, for these rows from `first` on.
   void attend_blocks(const float* q, const Step& step, const LayerCache& cache, int first, int block, float* out) const;
   int value() const { return config_.value == 0 ? config_.size : config_.value; }
   // The values of a row, normed where there is a norm. k: what its projection gives, not rounded.
   void prepare_values(float* v, const float* k, const Step& step) const;
-  // sum [batch, heads, value] times what the gate says; gate [batch, what its layer gives].
-  void multiply_by_gate(float* sum, float* gate, const Step& step) const;
-  // Keys and values of the last step's tokens from `first` on, between the ring and what is remembered of it.
-  void copy_ring(const LayerCache& cache, int first, bool to_undo) const;
 
   GroupedAttentionConfig config_;
 };
@@ -187,7 +182,13 @@ struct LatentAttentionConfig {
   const Indexer* indexer = nullptr;
   bool chooses = false;
   const float* sinks = nullptr;        // [heads]: scores that take part in the softmax and have no value (Hunyuan 4)
-  const gemm::Linear* gate = nullptr;  // from x: by whose sigmoid the values of heads are multiplied (Hunyuan 4)
+  const gemm::Linear* gate = nullptr;  // from x: by whose sigmoid heads (dots3-note) or their values (Hunyuan 4) are
+                                       // multiplied
+  // Of dots3-note: what the normed query and latent are multiplied with, a norm of the rotary key, and positions that
+  // are attended to; 0: all.
+  float low_factor = 1, latent_factor = 1;
+  Norm k_norm;
+  int window = 0;
 };
 
 class LatentAttention final : public DecoderAttention {
@@ -195,15 +196,17 @@ class LatentAttention final : public DecoderAttention {
   explicit LatentAttention(LatentAttentionConfig config);
   bool fits(int hidden) const override;
   void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const override;
+  void keep(const LayerCache& cache, int kept) const override;
 
  private:
   // out [batch, heads, rank]: the latents of the chosen places, for the rows from `first` that are computed together.
   void attend_chosen(const float* query, const Step& step, const LayerCache& cache, int first, float* out) const;
-  // q [batch, heads, nope + rope] and kv [batch, rank + rope] of x, rounded. low: scratch for twice q_a's output
-  void project(const float* x, const Step& step, float* low, float* q, float* kv) const;
+  // q [batch, heads, nope + rope] and kv [batch, rank + rope] of x, rounded, and gate [batch, heads] where there is
+  // one. low: scratch for twice q_a's output
+  void project(const float* x, const Step& step, float* low, float* q, float* kv, float* gate) const;
   // One row's rotary values, turned if the step has a rotation.
   void rotate(const float* from, const Step& step, int row, float* to) const;
-  // The latent and rotary key of a row of kv, to the cache. latent: scratch for [rank + rope]
+  // The latent and rotary key of a row of kv, to the cache. latent: scratch for [rank + 2 * rope]
   void write(int row, const float* kv, const Step& step, const Places& places, float* latent,
              const LayerCache& cache) const;
   // query [batch, heads, rank + rope], to compare with what is cached: q, which it tunes, with the keys' up-projection

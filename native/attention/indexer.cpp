@@ -37,11 +37,11 @@ bool Indexer::fits(int hidden, int low) const { return config_.k.in == hidden &&
 void Indexer::forward(const float* x, const float* low, const Step& step, const LayerCache& cache) const {
   const Cached& keys = cache.third;
   const int heads = config_.heads, size = config_.size, batch = step.batch, capacity = cache.first.shape[2];
-  if (keys.dtype != step.dtype || keys.shape != std::vector<int>{step.together(), 1, capacity, size})
+  const DType dtype = step.has_wide_rotation ? DType::f32 : step.dtype;
+  if (keys.dtype != dtype || keys.shape != std::vector<int>{step.together(), 1, capacity, size})
     throw std::invalid_argument("cache: the keys of an index must be [" + std::to_string(step.together()) + ", 1, " +
-                                std::to_string(capacity) + ", " + std::to_string(size) + "] of the model's dtype");
-  if (step.rotary != config_.rotary || step.has_wide_rotation ||
-      (config_.norm_dtype != step.dtype && config_.norm_dtype != DType::f32))
+                                std::to_string(capacity) + ", " + std::to_string(size) + "] of the rotation's dtype");
+  if (step.rotary != config_.rotary || (config_.norm_dtype != step.dtype && config_.norm_dtype != DType::f32))
     throw std::invalid_argument("indexer: found a rotation of " + std::to_string(step.rotary) +
                                 " values or a norm of another dtype; expected " + std::to_string(config_.rotary));
   const gemm::StepOps& ops = gemm::step_ops();
@@ -116,7 +116,7 @@ void Indexer::write(const float* x, const Step& step, const Cached& keys) const 
     ops.round(key, size, step.dtype);
     rotate(key, step, row, turned);
     const size_t slot = product(step.cache_row(row), keys.shape[2]) + static_cast<size_t>(step.position_of(row));
-    ops.store(turned, size, step.dtype, static_cast<std::byte*>(keys.data) + slot * count * step.width());
+    ops.store(turned, size, keys.dtype, static_cast<std::byte*>(keys.data) + slot * count * dtype_bytes(keys.dtype));
   }
 }
 
@@ -132,7 +132,7 @@ void Indexer::score(const float* query, const float* weights, const Step& step, 
   const int heads = config_.heads, size = config_.size, seen = step.position_of(row) + 1, capacity = keys.shape[2];
   const uint8_t* mask = step.mask_of(row);
   const std::byte* held =
-      static_cast<const std::byte*>(keys.data) + product(step.cache_row(row), capacity, size) * step.width();
+      static_cast<const std::byte*>(keys.data) + product(step.cache_row(row), capacity, size) * dtype_bytes(keys.dtype);
   std::fill(scores + seen, scores + capacity, kLowest);
   const runtime::Session session;
   const int tasks = (seen + kPlacesOfTask - 1) / kPlacesOfTask;
@@ -143,7 +143,7 @@ void Indexer::score(const float* query, const float* weights, const Step& step, 
     for (int place = index * kPlacesOfTask; place < last; ++place) {
       scores[place] = kLowest;
       if (mask != nullptr && mask[place] == 0) continue;
-      ops.widen(held + product(place, size) * step.width(), size, step.dtype, key);
+      ops.widen(held + product(place, size) * dtype_bytes(keys.dtype), size, keys.dtype, key);
       ops.rows_times(query, key, heads, size, DType::f32, products);
       for (int h = 0; h < heads; ++h) products[h] = std::max(products[h], 0.0f);
       ops.rows_times(weights, products, 1, heads, DType::f32, scores + place);

@@ -21,7 +21,7 @@ struct IndexerConfig {
   Growth growth;            // of queries, for their position
 };
 
-// Keys [batch, 1, capacity, size] of the model's dtype lie in the third tensor of a layer's cache.
+// Keys [batch, 1, capacity, size] of the rotation's dtype lie in the third tensor of a layer's cache.
 class Indexer {
  public:
   explicit Indexer(IndexerConfig config);

@@ -5,7 +5,8 @@
 namespace ktinject::attention {
 
 void turn(const gemm::StepOps& ops, const float* q, int n, const Step& step, int row, bool neighbours, float* out) {
-  ops.rotate(q, step.rotation(step.cos, row), step.rotation(step.sin, row), step.rotary, neighbours, step.dtype, out);
+  const DType dtype = step.has_wide_rotation ? DType::f32 : step.dtype;
+  ops.rotate(q, step.rotation(step.cos, row), step.rotation(step.sin, row), step.rotary, neighbours, dtype, out);
   std::copy(q + step.rotary, q + n, out + step.rotary);
 }
 

@@ -36,6 +36,8 @@ inline attention::Norm norm_of(const HeldNorm* held) { return held == nullptr ? 
 void init_decoder_choice(nb::module_& m);
 // The feed-forward parts of layers.
 void init_decoder_feed_forward(nb::module_& m);
+// Latent attention, behind `DecoderAttention` and `Projection`.
+void init_decoder_latent(nb::module_& m);
 // Residual streams, and attention with compressed keys.
 void init_decoder_streams(nb::module_& m);
 

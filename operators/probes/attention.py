@@ -24,9 +24,11 @@ from ktinject.operators.probes.comparison import Tolerance, difference
 from ktinject.operators.probes.latent_formula import (
     CHILDREN,
     EXPANSION,
+    GATE,
     GIVEN,
     GROWTH,
     INDEXER,
+    KEY_NORM,
     LATENT,
     OUTPUT,
     LatentSpec,
@@ -56,6 +58,8 @@ _TOLERANCE = Tolerance(
 )
 # A position at which families that scale by it do so.
 _FAR = 20_000
+# What a module calls that which it multiplies the normed low-rank query and latent with.
+_FACTORS = ("q_lora_scale", "kv_lora_scale")
 # What layers that share keys hand on.
 _SHARED = "shared_kv_states"
 # What their configs call the steps of that, and how much each counts.
@@ -235,6 +239,9 @@ def _layout(module: nn.Module) -> LatentSpec | Support:
         chooses="own" if INDEXER in children else "given" if takes_choice else "none",
         hands_on=takes_choice,
         grows=GROWTH in children,
+        factors=(float(getattr(module, _FACTORS[0], 1.0)), float(getattr(module, _FACTORS[1], 1.0))),
+        has_key_norm=KEY_NORM in children,
+        has_gate=GATE in children,
     )
 
 
@@ -247,7 +254,7 @@ def _difference(module: nn.Module, spec: LatentSpec, far: int) -> float:
     """
     taken, shared = inspect.signature(type(module).forward).parameters, {}  # type: ignore[var-annotated]
     random = torch.Generator().manual_seed(1)
-    n = _SMALL["qk_rope_head_dim"]
+    n = spec.qk_rope_head_dim
     x = torch.randn(2, 6, _SMALL["hidden_size"], generator=random, dtype=torch.float64)
     angles = torch.rand(2, 6, n // 2, generator=random, dtype=torch.float64) * 6
     mask = torch.full((2, 1, 6, 6), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)

@@ -6,6 +6,7 @@ those of a layer before. What the indexer computes is its own affair.
 
     q            = q_b(norm(q_a(x))) or q_proj(x), a head: [q_nope, rope(q_rope)], or that times what its position says
     latent, k    = norm(first kv_lora_rank of kv_a(x)), rope(the rest of it, one for all heads)   ← what is cached
+                   dots3-note multiplies what the norms give with numbers, norms the rest, too, and gates the heads
     k_nope, v    = kv_b(latent), a head
     out          = o(softmax(scaling * (q_nope · k_nope + q_rope · k)) v)     over the chosen places, or all
 """
@@ -27,7 +28,8 @@ EXPANSION = "kv_b_proj"
 OUTPUT = "o_proj"
 INDEXER = "indexer"
 GROWTH = "softmax_scaling"
-KEPT = (*QUERY, *LATENT, OUTPUT, INDEXER, GROWTH)
+KEY_NORM, GATE = "k_rope_only_layernorm", "g_proj"
+KEPT = (*QUERY, *LATENT, OUTPUT, INDEXER, GROWTH, KEY_NORM, GATE)
 CHILDREN = (*KEPT, EXPANSION)
 # What a layer without an indexer of its own is given.
 GIVEN = "prev_topk_indices"
@@ -46,6 +48,9 @@ class LatentSpec:
     hands_on  its forward returns that choice behind its output and the weights
     tuned     (e, f) of queries that are multiplied with 1 + f · log(1 + floor(position / e)); or none
     grows     queries are multiplied with what the child `softmax_scaling` gives their positions, see `grown`
+    factors   that the normed low-rank query and the normed latent are multiplied with
+    has_key_norm  the child `k_rope_only_layernorm` norms the rotary key before it is turned
+    has_gate  the child `g_proj` gives each head a value, whose sigmoid the head's output is multiplied with
     """
 
     num_heads: int
@@ -62,6 +67,9 @@ class LatentSpec:
     hands_on: bool = False
     tuned: tuple[float, float] | None = None
     grows: bool = False
+    factors: tuple[float, float] = (1.0, 1.0)
+    has_key_norm: bool = False
+    has_gate: bool = False
 
     @property
     def by_position(self) -> bool:
@@ -70,7 +78,7 @@ class LatentSpec:
 
 
 def rotate(kind: str, x: Tensor, positions: Positions) -> Tensor:
-    """Rotary embedding of x [b, heads, m, n].
+    """Rotary embedding of x [b, heads, m, n], in x's dtype.
 
     positions   (cos, sin) [b, m, n] each, both halves alike; complex [b, m, n / 2] for the kind `complex`
     """
@@ -84,7 +92,7 @@ def rotate(kind: str, x: Tensor, positions: Positions) -> Tensor:
     n = x.shape[-1] // 2
     cos, sin = (table[:, None, :, :n] for table in positions)
     a, b = (x[..., ::2], x[..., 1::2]) if kind == "neighbours" else (x[..., :n], x[..., n:])
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 def at_positions(spec: LatentSpec, module: Any, q: Tensor, positions: Tensor) -> Tensor:
@@ -101,6 +109,27 @@ def grown(by: Any, q: Tensor, positions: Tensor) -> Tensor:
     logs = (positions + 1).float().log().to(q.dtype)[:, None]
     times = by.scale.to(q.dtype)[:, None] * logs + by.bias.to(q.dtype)[:, None]
     return q * times[..., None]
+
+
+def low_query(module: Any, spec: LatentSpec, x: Tensor) -> Tensor | None:
+    """[b, m, q_lora_rank] of x [b, m, hidden]: what q_b_proj takes, if there is one."""
+    if spec.q_lora_rank is None:
+        return None
+    low: Tensor = module.q_a_layernorm(module.q_a_proj(x))
+    return low if spec.factors[0] == 1.0 else low * spec.factors[0]
+
+
+def cached(module: Any, spec: LatentSpec, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of x [b, m, hidden]: latents [b, 1, m, kv_lora_rank] as they are cached, and rotary keys, not yet turned."""
+    latent, key = module.kv_a_proj_with_mqa(x)[:, None].split([spec.kv_lora_rank, spec.qk_rope_head_dim], -1)
+    latent = module.kv_a_layernorm(latent)
+    latent = latent if spec.factors[1] == 1.0 else latent * spec.factors[1]
+    return latent, getattr(module, KEY_NORM)(key) if spec.has_key_norm else key
+
+
+def gated(module: Any, spec: LatentSpec, out: Tensor, x: Tensor) -> Tensor:
+    """The heads' outputs [b, m, heads, v] for x [b, m, hidden], behind their gates if there are any."""
+    return out * getattr(module, GATE)(x)[..., None].sigmoid() if spec.has_gate else out
 
 
 def choice(indexer: Any, x: Tensor, low: Tensor | None, *others: Any, cache: Any) -> Tensor:
@@ -141,19 +170,12 @@ def formula(
 
     chosen   [b, m, k]: places that are attended to, of a layer that is given them
     """
-    heads, low = (spec.num_heads, -1), None
-    if spec.q_lora_rank is None:
-        q = module.q_proj(hidden_states)
-    else:
-        low = module.q_a_layernorm(module.q_a_proj(hidden_states))
-        q = module.q_b_proj(low)
+    heads, low = (spec.num_heads, -1), low_query(module, spec, hidden_states)
+    q = module.q_proj(hidden_states) if low is None else module.q_b_proj(low)
     q_nope, q_rope = (
         q.unflatten(-1, heads).transpose(1, 2).split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
     )
-    latent, k_rope = module.kv_a_proj_with_mqa(hidden_states)[:, None].split(
-        [spec.kv_lora_rank, spec.qk_rope_head_dim], -1
-    )
-    latent = module.kv_a_layernorm(latent)
+    latent, k_rope = cached(module, spec, hidden_states)
     q_rope, k_rope = (rotate(spec.rope, part, position_embeddings) for part in (q_rope, k_rope))
     if spec.by_position:
         assert position_ids is not None
@@ -168,5 +190,6 @@ def formula(
     if chosen is not None:
         attention_mask = attended(attention_mask, chosen)
     scores = spec.scaling * (q_nope @ k_nope.mT + q_rope @ k_rope.mT) + attention_mask
-    out: Tensor = module.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    found = gated(module, spec, (scores.softmax(-1) @ v).transpose(1, 2), hidden_states)
+    out: Tensor = module.o_proj(found.flatten(2))
     return out, chosen

@@ -106,6 +106,11 @@ def small(module: Any, sizes: Mapping[str, int], *args: Any) -> nn.Module:
     args    what the class takes behind the config
     """
     config: Any = copy.deepcopy(module.config)
+    if getattr(config, "is_heterogeneous", False):  # it may have other sizes for this layer
+        values = vars(config.per_layer_config[args[0]])
+        own = {name: values[name] for name in config.per_layer_attributes}
+        config.per_layer_config = None
+        vars(config).update(own)
     for name, size in sizes.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,6 +152,41 @@ def embedding_scale(module: nn.Module, name: str, streams: int = 1) -> Scale:
     if scale is None:
         raise UnknownLayer("the model changes embeddings before its first layer")
     return scale
+
+
+def widened_kinds(module: nn.Module, embed: str, rotary: str) -> tuple[str, ...]:
+    """The kinds of layers whose rotation is asked for in fp32, of a model in another dtype, as dots3-note has it.
+
+    module  owns embeddings, layers and rotary embedding, the first and the last under these names
+
+    Raises  UnknownLayer
+    """
+    own: Any = module.get_submodule(rotary)
+    if "layer_type" not in inspect.signature(type(own).forward).parameters:
+        return ()
+    found: list[str] = []
+
+    def asked(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype == torch.float32:
+            found.append(kwargs.get("layer_type", args[-1]))
+        return type(own).forward(own, x, *args, **kwargs)
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise _Reached
+
+    layers: Any = module.get_submodule("layers")
+    stubs = {
+        embed: _standing_in(module.get_submodule(embed), lambda ids: torch.zeros(*ids.shape, 8).bfloat16()),
+        rotary: _standing_in(own, asked),
+        "layers": twin.of(layers, {"0": _standing_in(layers[0], stop)}, hooks=False),
+    }
+    with _tried_out(), twin.on_cpu():
+        twin.run(
+            twin.of(module, stubs, hooks=False),
+            input_ids=torch.zeros(1, 1, dtype=torch.int64),
+            use_cache=False,
+        )
+    return tuple(sorted(found))
 
 
 @dataclass(frozen=True)

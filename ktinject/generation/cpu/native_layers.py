@@ -38,6 +38,7 @@ from ktinject.generation.layer_spec import (
 from ktinject.generation.layer_sums import Sums
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_linear import CpuLinear
+from ktinject.operators.probes.latent_formula import GATE
 
 # The dtypes of models that are served, and a unit in their last place.
 LAST_PLACE = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -96,7 +97,9 @@ class NativeLayers:
             if not (support := compressed_probe.support(model)):
                 raise UnknownLayer(support.reason)
         turned = native_streams.rotations(self.layers)
-        self.rotations = Rotations(self.rotary, model.config, weight[:1, None], turned)
+        asks = self.rotary is not None and not turned
+        widened = native_ends.widened_kinds(self.module, embed, rotary) if asks else ()
+        self.rotations = Rotations(self.rotary, model.config, weight[:1, None], turned, widened)
         for index, (layer, kind) in enumerate(zip(self.layers, self.kinds)):
             try:
                 angles = self.rotations.columns(index)
@@ -194,9 +197,7 @@ def _attention(
         return None
     module: Any = layer.get_submodule(spec.path)
     if isinstance(spec, LatentAttentionSpec):
-        if kind.window is not None:
-            raise UnknownLayer("its latent attention has a window")
-        return _latent(spec, module, dtype, copies)
+        return _latent(spec, module, kind, dtype, copies)
     if isinstance(spec, GroupedAttentionSpec):
         return _grouped(spec, module, kind, dtype, copies)
     return state_twin(spec, module, dtype, copies)
@@ -244,13 +245,19 @@ def _grouped(
 
 
 def _latent(
-    spec: LatentAttentionSpec, module: AbsorbedMla, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
+    spec: LatentAttentionSpec,
+    module: AbsorbedMla,
+    kind: LayerKind,
+    dtype: torch.dtype,
+    copies: list[tuple[Tensor, Tensor]],
 ) -> Any:
     latent, low = spec.latent, spec.q_norm is not None
     if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.weight.dtype != dtype:
         raise UnknownLayer(f"its kv_b_proj is a {type(module.kv_b_proj).__name__} of another dtype")
     if not module.kv_b_proj.weight.is_contiguous():
         raise UnknownLayer("the weight of its kv_b_proj is not contiguous")
+    if kind.is_chunked:
+        raise UnknownLayer("its latent attention has chunks")
     if latent.rope not in ("halves", "neighbours", "complex", "none"):
         raise UnknownLayer(f"it rotates by {latent.rope}")
     tuned = latent.tuned or (0.0, 0.0)
@@ -278,6 +285,11 @@ def _latent(
         tuned_every=tuned[0],
         tuned_factor=tuned[1],
         **(native_indexers.growth(module.softmax_scaling, copies) if latent.grows else {}),
+        low_factor=latent.factors[0],
+        latent_factor=latent.factors[1],
+        k_norm=None if spec.key_norm is None else norm(spec.key_norm, module, dtype),
+        window=kind.window or 0,
+        gate=linear(module, GATE) if latent.has_gate else None,
     )
 
 

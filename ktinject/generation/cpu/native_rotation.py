@@ -18,12 +18,15 @@ Rotation = list[tuple[Tensor, Tensor]]
 class Rotations:
     """Gives the rotation of positions [b, n]. The first step compares it with what the model's layers are given."""
 
-    def __init__(self, rotary: Any, config: Any, x: Tensor, named: Sequence[str] = ()) -> None:
+    def __init__(
+        self, rotary: Any, config: Any, x: Tensor, named: Sequence[str] = (), widened: Sequence[str] = ()
+    ) -> None:
         """rotary: the model's rotary embedding, or None. x [1, 1, hidden]. Raises UnknownLayer.
 
-        named  of layers that find theirs themselves among those of all kinds: its name
+        named    of layers that find theirs themselves among those of all kinds: its name
+        widened  kinds whose rotation the model asks for in fp32
         """
-        self._rotary, self._axes = rotary, 0
+        self._rotary, self._axes, self._widened = rotary, 0, widened
         text = config.get_text_config()
         types = [*named] or getattr(text, "layer_types", None) or []
         # Of models that have one for each kind of layer: the kinds, and each layer's.
@@ -62,7 +65,9 @@ class Rotations:
         if self._axes:
             positions = positions.expand(self._axes, *positions.shape)
         if self._names:
-            return [parts_of(self._rotary(x, positions, name)) for name in self._names]
+            wide = x.float() if self._widened else x
+            given = [wide if name in self._widened else x for name in self._names]
+            return [parts_of(self._rotary(one, positions, name)) for one, name in zip(given, self._names)]
         return [parts_of(self._rotary(x, positions))]
 
     def of_layer(self, rotation: Rotation, index: int) -> tuple[Tensor, Tensor] | None:
@@ -91,6 +96,7 @@ class Rotations:
         if not rotation:
             return None, None
         kinds = [self._doubled((cos[row], sin[row]), kind) for kind, (cos, sin) in enumerate(rotation)]
+        # Of those in two dtypes, both are in fp32 then.
         cos, sin = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1) for parts in zip(*kinds))
         return cos.contiguous(), sin.contiguous()
 

@@ -97,7 +97,8 @@ class _Latent:
     @classmethod
     def of(cls, spec: LatentAttentionSpec, module: AbsorbedMla) -> _Latent | None:
         said = spec.latent
-        if said.rope not in ("halves", "neighbours") or said.chooses != "none" or said.tuned:
+        is_plain = not (said.by_position or said.has_key_norm or said.has_gate) and said.factors == (1.0, 1.0)
+        if said.rope not in ("halves", "neighbours") or said.chooses != "none" or not is_plain:
             return None
         if any(p.dtype == torch.float32 for p in module.parameters()):
             return None

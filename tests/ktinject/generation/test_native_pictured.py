@@ -1,5 +1,5 @@
-"""Native decode steps of models of text and images: Mistral 3 with Mistral 4 in it, Mistral Large 4, ERNIE-4.5-VL and
-DeepSeek-OCR-2, on text and behind pictures.
+"""Native decode steps of models of text and images: Mistral 3 with Mistral 4 in it, Mistral Large 4, ERNIE-4.5-VL,
+DeepSeek-OCR-2 and dots3-note, on text and behind pictures.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import ktinject
 from ktinject.generation import feed_forward_spec, indexer_spec, layer_spec
+from ktinject.generation.cpu import native_ends, native_layers
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.feed_forward_spec import MoeSpec
 from ktinject.generation.layer_spec import DecoderLayerSpec, LatentAttentionSpec
@@ -43,6 +44,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "index_n_heads": 8,  # of few heads, many places tie
     },
+    # Layers with a window have other sizes, as in the published model.
+    "dots3_note": {
+        "sliding_window": 6,
+        "index_n_heads": 8,
+        "per_layer_config": {
+            1: {
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "q_lora_rank": 20,
+                "kv_lora_rank": 24,
+                "qk_nope_head_dim": 12,
+                "qk_rope_head_dim": 16,
+                "head_dim": 28,
+            }
+        },
+    },
 }
 FAMILIES = {name: changes for name, changes in FAMILIES.items() if name in multimodal.AVAILABLE}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -51,6 +68,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("ernie4_5_vl_moe", {"moe_num_shared_experts": 0}),
     ("deepseek_ocr2", {"routed_scaling_factor": 1.5}),
     ("mistral_large4", {"index_topk": 64}),
+    ("dots3_note", {"index_topk": 64, "sliding_window": 64}),
 ]
 VARIANTS = [case for case in VARIANTS if case[0] in FAMILIES]
 
@@ -181,6 +199,26 @@ class TestSpecs:
         found = indexer_spec.of_indexer(indexer)
         assert isinstance(found, Support) and "scores places in another way" in found.reason
 
+    def test_latents_with_gates_and_a_window(self) -> None:
+        found = [spec.attention for spec in layers_of("dots3_note")]
+        latents = [spec.latent for spec in found if isinstance(spec, LatentAttentionSpec)]
+        assert all(one.has_gate and one.has_key_norm and not one.by_position for one in latents)
+        assert [one.chooses for one in latents] == ["own", "none"]
+        assert [(one.num_heads, one.kv_lora_rank, one.qk_rope_head_dim) for one in latents] == [
+            (4, 16, 8), (2, 24, 16),
+        ]  # fmt: skip
+        assert latents[0].factors == ((40 / 24) ** 0.5, (40 / 16) ** 0.5)
+        assert latents[1].factors == ((40 / 20) ** 0.5, (40 / 24) ** 0.5)
+
+    @pytest.mark.parametrize(
+        "family, want", [("dots3_note", ("indexed_attention",)), ("ernie4_5_vl_moe", ())]
+    )
+    def test_rotations_that_are_asked_for_in_fp32(self, family: str, want: tuple[str, ...]) -> None:
+        if family not in FAMILIES:
+            pytest.skip(f"transformers has no {family}")
+        language = multimodal.tiny(family).bfloat16().model.language_model
+        assert native_ends.widened_kinds(language, "embed_tokens", "rotary_emb") == want
+
     def test_experts_for_text(self) -> None:
         dense, sparse = layers_of("ernie4_5_vl_moe")
         moe = sparse.feed_forward
@@ -200,6 +238,31 @@ class TestSpecs:
 
         block.__class__ = Other
         assert isinstance(feed_forward_spec.of_moe(block), Support)
+
+
+class TestRefusals:
+    """Of what the native core is given."""
+
+    @pytest.fixture
+    def model(self) -> Any:
+        if "dots3_note" not in FAMILIES:
+            pytest.skip("transformers has no dots3_note")
+        return made("dots3_note")[0]
+
+    def test_a_norm_of_another_size(self, model: Any) -> None:
+        module = model.model.language_model.layers[1].self_attn
+        module.k_rope_only_layernorm = module.q_a_layernorm
+        assert "the norm of the rotary key has another size" in NativeDecoder(model).support.reason
+
+    def test_gates_of_other_heads(self, model: Any) -> None:
+        first, second = model.model.language_model.layers
+        second.self_attn.g_proj = first.self_attn.g_proj
+        assert "the projection to gates: expected 32 outputs" in NativeDecoder(model).support.reason
+
+    def test_a_choice_beside_a_window(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        own = native_layers.kinds_of(model.config)
+        monkeypatch.setattr(native_layers, "kinds_of", lambda _: [replace(own[0], window=6), own[1]])
+        assert "chosen places beside a window" in NativeDecoder(model).support.reason
 
 
 class TestTuning:

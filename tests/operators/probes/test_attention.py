@@ -146,3 +146,43 @@ def test_another_law_of_tuning_is_refused() -> None:
         assert isinstance(found, Support) and "something else than latent attention" in found.reason
     plain = attention.probe(tuning(Never, llama_4_scaling_beta=0.3))
     assert isinstance(plain, LatentSpec) and plain.tuned is None
+
+
+class OtherGates(nn.Module):
+    """What the gates are made of is something else."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        own: Any = self.g_proj
+        self.g_proj = nn.Sequential(own, nn.Tanh())
+        try:
+            return super().forward(hidden_states, **kwargs)
+        finally:
+            self.g_proj = own
+
+
+class Rescaled(nn.Module):
+    """The latents are multiplied with something else than is said."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        own = self.kv_lora_scale
+        self.kv_lora_scale = own * 1.5
+        try:
+            return super().forward(hidden_states, **kwargs)
+        finally:
+            self.kv_lora_scale = own
+
+
+@pytest.mark.parametrize("kind", [None, OtherGates, Rescaled])
+def test_gates_and_factors(kind: type | None) -> None:
+    """As dots3-note has them."""
+    if "dots3_note" not in multimodal.AVAILABLE:
+        pytest.skip("this transformers has no dots3_note")
+    for layer in multimodal.tiny("dots3_note").model.language_model.layers:
+        own: Any = type(layer.self_attn)
+        module = own if kind is None else type("Attention", (kind, own), {})
+        found = attention.probe(module(layer.self_attn.config, layer.self_attn.layer_idx))
+        if kind is None:
+            assert isinstance(found, LatentSpec) and found.has_gate and found.has_key_norm
+            assert found.factors == ((40 / 24) ** 0.5, (40 / 16) ** 0.5)
+        else:
+            assert isinstance(found, Support) and "something else than latent attention" in found.reason
