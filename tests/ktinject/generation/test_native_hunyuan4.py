@@ -108,6 +108,7 @@ def test_models_in_fp32_give_the_same_tokens() -> None:
         assert_native(model)
 
 
+@NIGHTLY
 def test_tokens_are_the_stock_loop_s() -> None:
     model, _ = made(index_topk=64)
     for batch in (3, 1):
@@ -134,6 +135,7 @@ def test_lookups_change_no_token() -> None:
     assert_lookup_changes_no_token(model)
 
 
+@NIGHTLY
 def test_steps_take_turns_with_the_model_s_own() -> None:
     model, _ = made(index_topk=64)
     arguments = {**prompt(1, padding=2), "eos_token_id": None}

@@ -167,6 +167,7 @@ def test_models_in_fp32_give_the_same_tokens() -> None:
         assert_native(model)
 
 
+@NIGHTLY
 def test_tokens_are_the_stock_loop_s() -> None:
     model, _ = made(SLIDING, HEAVY, SPARSE, routers="hash_moe", index_topk=64)
     for batch in (3, 1):
@@ -200,6 +201,7 @@ def test_beams() -> None:
         assert torch.equal(found, stock(model, **arguments))
 
 
+@NIGHTLY
 def test_a_cache_that_grows() -> None:
     model, _ = made(HEAVY, SPARSE, weights="int8", dtype=torch.float32, max_position_embeddings=512)
     arguments = {**prompt(2, 245, padding=7), "eos_token_id": None}
