@@ -4,6 +4,7 @@ DeepSeek-OCR-2 and dots3-note, on text and behind pictures.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +71,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mistral_large4", {"index_topk": 64}),
     ("dots3_note", {"index_topk": 64, "sliding_window": 64}),
 ]
-VARIANTS = [case for case in VARIANTS if case[0] in FAMILIES]
+CASES = [
+    *((name, {}) for name in FAMILIES),
+    *(pytest.param(*case, marks=pytest.mark.nightly) for case in VARIANTS if case[0] in FAMILIES),
+]
 
 
 def made(
@@ -94,13 +98,19 @@ def in_fp32(family: str, **changes: Any) -> PreTrainedModel:
     return made(family, "int8", torch.float32, **{"num_experts_per_tok": 2, "moe_k": 2, **changes})[0]
 
 
+@functools.cache
+def shared(family: str) -> PreTrainedModel:
+    """The same; one that tests leave as it is."""
+    return in_fp32(family)
+
+
 def of_text(batch: int = 3, **arguments: Any) -> dict[str, Any]:
     found = {**prompt(batch), "eos_token_id": None, **arguments}
     found["input_ids"] = found["input_ids"].clamp(max=88)  # what is above stands for pictures
     return found
 
 
-@pytest.mark.parametrize("family, changes", [*((name, {}) for name in FAMILIES), *VARIANTS], ids=str)
+@pytest.mark.parametrize("family, changes", CASES, ids=str)
 def test_steps_are_as_exact_as_the_model_s_own(family: str, changes: dict[str, Any]) -> None:
     assert_as_exact_as_its_own(*made(family, **changes))
 
@@ -115,7 +125,7 @@ def test_formats(weights: str, family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_in_fp32_are_the_stock_loop_s(family: str) -> None:
     """Of text and behind pictures, also of rows with padding on their left, of a choice of experts."""
-    model = in_fp32(family)
+    model = shared(family)
     pictures = [
         {**multimodal.image_prompt(family, **more), "max_new_tokens": 10, "eos_token_id": None}
         for more in ({"rows": 2, "padding": 3}, {})
@@ -129,7 +139,7 @@ def test_tokens_in_fp32_are_the_stock_loop_s(family: str) -> None:
 @pytest.mark.parametrize("case", [{"cache_implementation": "static"}, {"prefill_chunk_size": 4}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_other_requests_are_the_stock_loop_s(family: str, case: dict[str, Any]) -> None:
-    model = in_fp32(family)
+    model = shared(family)
     for batch in (3, 1):
         arguments = of_text(batch, **case)
         assert torch.equal(model.generate(**arguments), stock(model, **arguments))
@@ -138,7 +148,7 @@ def test_tokens_of_other_requests_are_the_stock_loop_s(family: str, case: dict[s
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_turns_and_several_tokens_of_a_text(family: str) -> None:
-    model = in_fp32(family)
+    model = shared(family)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     arguments = of_text(2, max_new_tokens=12)
     first = arguments["attention_mask"]
@@ -155,7 +165,7 @@ def test_two_turns_and_several_tokens_of_a_text(family: str) -> None:
 def layers_of(family: str, **changes: Any) -> list[DecoderLayerSpec]:
     if family not in FAMILIES:
         pytest.skip(f"transformers has no {family}")
-    model, _ = made(family, **changes)
+    model = in_fp32(family, **changes) if changes else shared(family)
     found = [layer_spec.of_layer(layer) for layer in model.model.language_model.layers]
     assert all(isinstance(spec, DecoderLayerSpec) for spec in found)
     return found  # type: ignore[return-value]
@@ -240,29 +250,23 @@ class TestSpecs:
         assert isinstance(feed_forward_spec.of_moe(block), Support)
 
 
-class TestRefusals:
-    """Of what the native core is given."""
-
-    @pytest.fixture
-    def model(self) -> Any:
-        if "dots3_note" not in FAMILIES:
-            pytest.skip("transformers has no dots3_note")
-        return made("dots3_note")[0]
-
-    def test_a_norm_of_another_size(self, model: Any) -> None:
-        module = model.model.language_model.layers[1].self_attn
-        module.k_rope_only_layernorm = module.q_a_layernorm
-        assert "the norm of the rotary key has another size" in NativeDecoder(model).support.reason
-
-    def test_gates_of_other_heads(self, model: Any) -> None:
-        first, second = model.model.language_model.layers
-        second.self_attn.g_proj = first.self_attn.g_proj
-        assert "the projection to gates: expected 32 outputs" in NativeDecoder(model).support.reason
-
-    def test_a_choice_beside_a_window(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        own = native_layers.kinds_of(model.config)
-        monkeypatch.setattr(native_layers, "kinds_of", lambda _: [replace(own[0], window=6), own[1]])
-        assert "chosen places beside a window" in NativeDecoder(model).support.reason
+def test_what_the_native_core_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "dots3_note" not in FAMILIES:
+        pytest.skip("transformers has no dots3_note")
+    model: Any = made("dots3_note")[0]
+    first, second = (layer.self_attn for layer in model.model.language_model.layers)
+    for name, found, reason in (
+        ("k_rope_only_layernorm", second.q_a_layernorm, "norm of the rotary key has another size"),
+        ("g_proj", first.g_proj, "the projection to gates: expected 32 outputs"),
+    ):
+        own = getattr(second, name)
+        setattr(second, name, found)
+        assert reason in NativeDecoder(model).support.reason
+        setattr(second, name, own)
+    assert NativeDecoder(model).support
+    kinds = native_layers.kinds_of(model.config)
+    monkeypatch.setattr(native_layers, "kinds_of", lambda _: [replace(kinds[0], window=6), kinds[1]])
+    assert "chosen places beside a window" in NativeDecoder(model).support.reason
 
 
 class TestTuning:
