@@ -23,12 +23,14 @@ namespace {
 
 constexpr int kSlice = 16;
 // Up to here, cutting k costs more, in accumulators stored and loaded, than it gains.
-constexpr int kUncut = 64;
-// The same for weights that are expanded first, which lie in scratch twice.
-constexpr int kInt4Uncut = 32, kDecodedUncut = 64;
-// Rows for which codes are expanded between tile products: with more, the products of one slice take so long that
-// expanding the next one hardly counts, and it only drives the rows out of the caches.
-constexpr int kInterleavedRows = 128;
+constexpr int kUncut = 32;
+// The same for weights that are expanded first: between tile products up to so many rows, into one of two buffers; with
+// more, the products of one slice take so long that expanding the next one hardly counts, and it only drives the rows
+// out of the caches.
+struct ExpandedLimits {
+  int interleaved_rows, interleaved_uncut, uncut;
+};
+constexpr ExpandedLimits kInt4Limits{64, 32, 16}, kDecodedLimits{128, 64, 64};
 
 // Complete sums of up to 32 rows: `rescale` makes them results, in place, which the epilogue, if any, takes. A few rows
 // at a time between tile products, which leave the vector units idle.
@@ -78,54 +80,139 @@ class PendingEpilogue {
   float* c_ = nullptr;
 };
 
+constexpr int kPair = 2 * kTile;
+
+// A slice of panel `index`: blocks `first` ... of `all`, as B tiles at w.
+struct Slice {
+  const std::byte* panel;
+  int index;
+  const std::byte* w;
+  int first, blocks, all;
+};
+
+template <class Tiles, Product product>
+void multiply_all(bool two) {
+  Tiles::template multiply_one<product, 0>();
+  Tiles::template multiply_one<product, 1>();
+  if (!two) return;
+  Tiles::template multiply_one<product, 2>();
+  Tiles::template multiply_one<product, 3>();
+}
+
+// A block: its products; beside(), what is to be hidden behind them; and the loads of the next block, in part as soon
+// as the products that read a tile are on their way. A core has few tiles to rename these to, and fewer where another
+// thread shares it: with four loads first and then four products, the tile unit waits for the ones and the load ports
+// for the others. With all loads between the products, beside() finds the queues full.
+template <class Tiles, Product product, class Beside>
+void multiply_block(const std::byte* next_a0, const std::byte* next_a1, const std::byte* next_b, bool is_last, bool two,
+                    Beside beside) {
+  Tiles::template multiply_one<product, 0>();
+  Tiles::template multiply_one<product, 1>();
+  if (!is_last) Tiles::load_a0(next_a0);
+  if (two) Tiles::template multiply_one<product, 2>();
+  if (two) Tiles::template multiply_one<product, 3>();
+  beside();
+  if (is_last) return;
+  Tiles::load_b(next_b, next_b + 1024);
+  if (two) Tiles::load_a1(next_a1);
+}
+
+// Rows of the two A tiles, as configured.
+struct Heights {
+  int m0 = 0, m1 = 0;
+
+  template <class Tiles>
+  void configure(int h0, int h1) {
+    if (h0 == m0 && h1 == m1) return;
+    Tiles::configure(TileShapes(h0, h1));
+    m0 = h0, m1 = h1;
+  }
+};
+
+// All rows times a slice, added to the sums of its panel, c [m, 32]. beside() is called once a block.
+template <class Tiles, Product product, class Pending, class Beside>
+void multiply_slice(const Slice& slice, const PackedActivations& rows, float* c, Heights& heights, Pending& pending,
+                    Beside beside) {
+  const auto first = static_cast<size_t>(slice.first);
+  bool is_loaded = false;
+  for (int row = 0; row < rows.m; row += kPair) {
+    const int h0 = rows.group_rows(row), h1 = row + kTile < rows.m ? rows.group_rows(row + kTile) : 0;
+    heights.configure<Tiles>(h0, h1);
+    const bool two = h1 > 0;
+    const size_t block0 = static_cast<size_t>(h0) * 64, block1 = static_cast<size_t>(h1) * 64;
+    const std::byte *a0 = rows.group(row) + first * block0, *a1 = rows.group(row + kTile) + first * block1;
+    const std::byte* b = slice.w;
+    if (!is_loaded) {
+      Tiles::load_a0(a0);
+      Tiles::load_b(b, b + 1024);
+      if (two) Tiles::load_a1(a1);
+    }
+    float* sums = c + static_cast<size_t>(row) * kPanel;
+    // The sums that are loaded next, which may have left the L1 cache.
+    const auto* next_sums = reinterpret_cast<const char*>(sums + (h0 + h1) * kPanel);
+    if (first == 0) Tiles::zero(two);
+    else Tiles::load_c(sums, two);
+    // A pair of as many rows follows: its first block is loaded beside the last products of this one.
+    is_loaded = row + 2 * kPair <= rows.m;
+    for (int block = 1; block <= slice.blocks; ++block) {
+      const bool is_last = block == slice.blocks;
+      a0 += block0, a1 += block1, b += 2048;
+      if (is_last) {
+        a0 = rows.group(row + kPair) + first * block0, a1 = rows.group(row + kPair + kTile) + first * block1;
+        b = slice.w;
+      }
+      multiply_block<Tiles, product>(a0, a1, b, is_last && !is_loaded, two, [&] {
+        if (first > 0)
+          for (int line = 0; line < 4; ++line, next_sums += 64) _mm_prefetch(next_sums, _MM_HINT_T0);
+        beside();
+        pending.some();
+      });
+    }
+    if (slice.blocks == slice.all) sums = pending.place(sums);
+    Tiles::store(sums, two);
+    if (slice.first + slice.blocks == slice.all)
+      pending.start(slice.panel, slice.index, row, h0 + h1, sums, slice.blocks);
+  }
+}
+
+// What comes next from memory, asked for a little at a time: a burst of prefetches would fill the queue of outstanding
+// lines, and the loads of the present panel would wait behind it.
+class Ahead {
+ public:
+  Ahead(const Matrix& matrix, int m) {
+    const size_t lines = 2 * matrix.tile_bytes() / 64, pairs = static_cast<size_t>((m + kPair - 1) / kPair);
+    bytes_ = (lines + pairs - 1) / pairs * 64;
+  }
+  void start(const std::byte* next) { next_ = next; }
+  void some() {
+    for (const std::byte* end = next_ + bytes_; next_ < end; next_ += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(next_), _MM_HINT_T1);
+  }
+
+ private:
+  size_t bytes_;  // of a block
+  const std::byte* next_ = nullptr;
+};
+
 // c [count, m, 32], fp32 or int32 as the product accumulates. weights(panel, first, blocks) returns `blocks` blocks of
 // B tiles from block `first` on; rescale: see PendingEpilogue.
-template <class Tiles, class Weights, class Rescale>
+template <class Tiles, Product product, class Weights, class Rescale>
 void chains(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-            const Epilogue* epilogue, int slice, void (*product)(bool), Weights weights, Rescale rescale) {
+            const Epilogue* epilogue, int slice, Weights weights, Rescale rescale) {
   PendingEpilogue<Rescale> pending(rescale, epilogue);
   const int all = matrix.blocks();
-  const size_t data_block = 2 * matrix.tile_bytes();
-  int m0 = 0, m1 = 0;
-  for (int first_block = 0; first_block < all; first_block += slice) {
-    const int blocks = all - first_block < slice ? all - first_block : slice;
+  const size_t data_block = 2 * matrix.tile_bytes(), sums = static_cast<size_t>(rows.m) * kPanel;
+  Heights heights;
+  Ahead ahead(matrix, rows.m);
+  for (int first = 0; first < all; first += slice) {
+    const int blocks = all - first < slice ? all - first : slice;
     for (int p = 0; p < count; ++p) {
       const std::byte* panel = panels + static_cast<size_t>(p) * matrix.panel_bytes();
-      const std::byte* w = weights(panel, first_block, blocks);
-      // What comes next from memory is asked for a little at a time: a burst of prefetches would fill the queue of
-      // outstanding lines, and the loads of this panel would wait behind it.
-      const std::byte* next =
-          (p + 1 < count ? panel + matrix.panel_bytes() + static_cast<size_t>(first_block) * data_block
-                         : panels + static_cast<size_t>(first_block + slice) * data_block) +
-          matrix.head_bytes();
-      const size_t ahead = (data_block / 64 + static_cast<size_t>((rows.m - 1) / (2 * kTile))) /
-                           static_cast<size_t>((rows.m + 2 * kTile - 1) / (2 * kTile)) * 64;
-      for (int row = 0; row < rows.m; row += 2 * kTile) {
-        const int h0 = rows.group_rows(row), h1 = row + kTile < rows.m ? rows.group_rows(row + kTile) : 0;
-        if (h0 != m0 || h1 != m1) {
-          Tiles::configure(TileShapes(h0, h1));
-          m0 = h0;
-          m1 = h1;
-        }
-        const bool two = h1 > 0;
-        float* sums = c + (static_cast<size_t>(p) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
-        if (first_block == 0) Tiles::zero(two);
-        else Tiles::load_c(sums, two);
-        const std::byte* a0 = rows.group(row) + static_cast<size_t>(first_block) * static_cast<size_t>(h0) * 64;
-        const std::byte* a1 = rows.group(row + kTile) + static_cast<size_t>(first_block) * static_cast<size_t>(h1) * 64;
-        for (int block = 0; block < blocks; ++block) {
-          Tiles::load_a0(a0 + block * h0 * 64);
-          if (two) Tiles::load_a1(a1 + block * h1 * 64);
-          Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
-          product(two);
-          for (size_t at = 0; at < ahead; at += 64) _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T1);
-          next += ahead;
-          pending.some();
-        }
-        if (blocks == all) sums = pending.place(sums);
-        Tiles::store(sums, two);
-        if (first_block + blocks == all) pending.start(panel, p, row, h0 + h1, sums, blocks);
-      }
+      ahead.start((p + 1 < count ? panel + matrix.panel_bytes() + static_cast<size_t>(first) * data_block
+                                 : panels + static_cast<size_t>(first + slice) * data_block) +
+                  matrix.head_bytes());
+      multiply_slice<Tiles, product>({panel, p, weights(panel, first, blocks), first, blocks, all}, rows,
+                                     c + static_cast<size_t>(p) * sums, heights, pending, [&] { ahead.some(); });
     }
   }
   pending.rest();
@@ -143,8 +230,8 @@ constexpr auto kDone = [](const std::byte*, int, int, float*) {};
 template <class Tiles>
 void bf16(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
           const Epilogue* epilogue) {
-  chains<Tiles>(
-      matrix, panels, count, rows, c, epilogue, stretch_for(matrix, rows), Tiles::bf16,
+  chains<Tiles, Product::bf16>(
+      matrix, panels, count, rows, c, epilogue, stretch_for(matrix, rows),
       [&](const std::byte* panel, int first, int) { return panel + static_cast<size_t>(first) * 2048; }, kDone);
 }
 
@@ -178,8 +265,8 @@ template <class Tiles>
 void int8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
           const Epilogue* epilogue) {
   const size_t head_bytes = matrix.head_bytes();
-  chains<Tiles>(
-      matrix, panels, count, rows, c, epilogue, stretch_for(matrix, rows), Tiles::unsigned_signed,
+  chains<Tiles, Product::unsigned_signed>(
+      matrix, panels, count, rows, c, epilogue, stretch_for(matrix, rows),
       [&](const std::byte* panel, int first, int) { return panel + head_bytes + static_cast<size_t>(first) * 2048; },
       Int8Scales{rows.scale});
 }
@@ -250,14 +337,12 @@ class Expand {
 // chains() for weights that make(panel, first, blocks, to) expands to B tiles: the slice that comes next is expanded
 // a block at a time between the tile products of this one, which leave the vector units idle; the one after that is on
 // its way from memory.
-template <class Tiles, class Make, class Rescale>
+template <class Tiles, Product product, class Make, class Rescale>
 void interleaved(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-                 std::byte* scratch, const Epilogue* epilogue, int slice, void (*product)(bool), Make make,
-                 Rescale rescale) {
+                 std::byte* scratch, const Epilogue* epilogue, int slice, Make make, Rescale rescale) {
   PendingEpilogue<Rescale> pending(rescale, epilogue);
-  const int all = matrix.blocks(), pairs = (rows.m + 2 * kTile - 1) / (2 * kTile);
-  const size_t data_block = 2 * matrix.tile_bytes();
-  const size_t ahead = (data_block / 64 + static_cast<size_t>(pairs) - 1) / static_cast<size_t>(pairs) * 64;
+  const int all = matrix.blocks(), pairs = (rows.m + kPair - 1) / kPair;
+  const size_t data_block = 2 * matrix.tile_bytes(), sums = static_cast<size_t>(rows.m) * kPanel;
   // Place i is slice i / count of panel i % count.
   const int places = (all + slice - 1) / slice * count;
   auto panel_of = [&](int place) { return panels + static_cast<size_t>(place % count) * matrix.panel_bytes(); };
@@ -267,60 +352,38 @@ void interleaved(const Matrix& matrix, const std::byte* panels, int count, const
   };
   std::byte* buffers[2] = {scratch, scratch + static_cast<size_t>(slice) * 2048};
   make(panels, 0, slice, buffers[0]);
-  int m0 = 0, m1 = 0;
+  Heights heights;
+  Ahead ahead(matrix, rows.m);
   for (int place = 0; place < places; ++place) {
     const int first = first_of(place), blocks = blocks_of(place), next_blocks = blocks_of(place + 1);
-    const std::byte* w = buffers[place % 2];
-    const std::byte* later =
-        panel_of(place + 2) + matrix.head_bytes() + static_cast<size_t>(first_of(place + 2)) * data_block;
+    ahead.start(panel_of(place + 2) + matrix.head_bytes() + static_cast<size_t>(first_of(place + 2)) * data_block);
     std::byte* to = buffers[1 - place % 2];
     // Blocks of the next place, over all products of this one.
     int made = 0, due = 0;
-    for (int row = 0; row < rows.m; row += 2 * kTile) {
-      const int h0 = rows.group_rows(row), h1 = row + kTile < rows.m ? rows.group_rows(row + kTile) : 0;
-      if (h0 != m0 || h1 != m1) {
-        Tiles::configure(TileShapes(h0, h1));
-        m0 = h0;
-        m1 = h1;
-      }
-      const bool two = h1 > 0;
-      float* sums =
-          c + (static_cast<size_t>(place % count) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
-      if (first == 0) Tiles::zero(two);
-      else Tiles::load_c(sums, two);
-      const std::byte* a0 = rows.group(row) + static_cast<size_t>(first) * static_cast<size_t>(h0) * 64;
-      const std::byte* a1 = rows.group(row + kTile) + static_cast<size_t>(first) * static_cast<size_t>(h1) * 64;
-      for (int block = 0; block < blocks; ++block) {
-        Tiles::load_a0(a0 + block * h0 * 64);
-        if (two) Tiles::load_a1(a1 + block * h1 * 64);
-        Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
-        product(two);
-        for (size_t at = 0; at < ahead; at += 64) _mm_prefetch(reinterpret_cast<const char*>(later + at), _MM_HINT_T1);
-        later += ahead;
-        due += next_blocks;
-        for (; due >= pairs * blocks; due -= pairs * blocks, ++made)
-          make(panel_of(place + 1), first_of(place + 1) + made, 1, to + made * 2048);
-        pending.some();
-      }
-      if (blocks == all) sums = pending.place(sums);
-      Tiles::store(sums, two);
-      if (first + blocks == all) pending.start(panel_of(place), place % count, row, h0 + h1, sums, blocks);
-    }
+    auto beside = [&] {
+      ahead.some();
+      due += next_blocks;
+      for (; due >= pairs * blocks; due -= pairs * blocks, ++made)
+        make(panel_of(place + 1), first_of(place + 1) + made, 1, to + made * 2048);
+    };
+    multiply_slice<Tiles, product>({panel_of(place), place % count, buffers[place % 2], first, blocks, all}, rows,
+                                   c + static_cast<size_t>(place % count) * sums, heights, pending, beside);
   }
   pending.rest();
   Tiles::release();
 }
 
 // Either of the two.
-template <class Tiles, class Make, class Rescale>
+template <class Tiles, Product product, class Make, class Rescale>
 void expanded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-              std::byte* scratch, const Epilogue* epilogue, int uncut, void (*product)(bool), Make make,
-              Rescale rescale) {
-  const int slice = matrix.blocks() <= uncut ? matrix.blocks() : kSlice;
-  if (rows.m <= kInterleavedRows)
-    return interleaved<Tiles>(matrix, panels, count, rows, c, scratch, epilogue, slice, product, make, rescale);
-  chains<Tiles>(
-      matrix, panels, count, rows, c, epilogue, slice, product,
+              std::byte* scratch, const Epilogue* epilogue, const ExpandedLimits& limits, Make make, Rescale rescale) {
+  const bool is_interleaved = rows.m <= limits.interleaved_rows;
+  const int slice =
+      matrix.blocks() <= (is_interleaved ? limits.interleaved_uncut : limits.uncut) ? matrix.blocks() : kSlice;
+  if (is_interleaved)
+    return interleaved<Tiles, product>(matrix, panels, count, rows, c, scratch, epilogue, slice, make, rescale);
+  chains<Tiles, product>(
+      matrix, panels, count, rows, c, epilogue, slice,
       [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
         make(panel, first, blocks, scratch);
         return scratch;
@@ -330,9 +393,9 @@ void expanded(const Matrix& matrix, const std::byte* panels, int count, const Pa
 
 // Up to 32 rows: a panel is read from end to end, and its sums never leave the accumulators. What is expanded between
 // the tile products is a few blocks, which come from the L1 cache right away.
-template <class Tiles, class Make, class Rescale>
+template <class Tiles, Product product, class Make, class Rescale>
 void few(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-         std::byte* scratch, const Epilogue* epilogue, void (*product)(bool), Make make, Rescale rescale) {
+         std::byte* scratch, const Epilogue* epilogue, Make make, Rescale rescale) {
   PendingEpilogue<Rescale> pending(rescale, epilogue);
   const int all = matrix.blocks(), h0 = rows.group_rows(0), h1 = rows.m > kTile ? rows.group_rows(kTile) : 0;
   const bool two = h1 > 0;
@@ -352,7 +415,7 @@ void few(const Matrix& matrix, const std::byte* panels, int count, const PackedA
         Tiles::load_a0(a0);
         if (two) Tiles::load_a1(a1);
         Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
-        product(two);
+        multiply_all<Tiles, product>(two);
         for (; made < (block + 1) * next_blocks / blocks; ++made) make(panel, next + made, 1, to + made * 2048);
         pending.some();
       }
@@ -373,14 +436,14 @@ void int4(const Matrix& matrix, const std::byte* panels, int count, const Packed
           std::byte* scratch, const Epilogue* epilogue) {
   Expand expand(matrix);
   if (rows.m <= 2 * kTile)
-    return few<Tiles>(
-        matrix, panels, count, rows, c, scratch, epilogue, Tiles::signed_signed,
+    return few<Tiles, Product::signed_signed>(
+        matrix, panels, count, rows, c, scratch, epilogue,
         [&](const std::byte* panel, int first, int blocks, std::byte* to) {
           expand.run<true>(panel, first, blocks, to);
         },
         Int4Scales{rows.scale});
-  expanded<Tiles>(
-      matrix, panels, count, rows, c, scratch, epilogue, kInt4Uncut, Tiles::signed_signed,
+  expanded<Tiles, Product::signed_signed>(
+      matrix, panels, count, rows, c, scratch, epilogue, kInt4Limits,
       [&](const std::byte* panel, int first, int blocks, std::byte* to) {
         expand.run<false>(panel, first, blocks, to);
       },
@@ -391,14 +454,14 @@ template <class Tiles, class Rescale>
 void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
              std::byte* scratch, const Epilogue* epilogue, Decode decode, Rescale rescale) {
   if (rows.m <= 2 * kTile)
-    return few<Tiles>(
-        matrix, panels, count, rows, c, scratch, epilogue, Tiles::bf16,
+    return few<Tiles, Product::bf16>(
+        matrix, panels, count, rows, c, scratch, epilogue,
         [&](const std::byte* panel, int first, int blocks, std::byte* to) {
           decode(matrix, panel, first, blocks, kDecodeAhead, to);
         },
         rescale);
-  expanded<Tiles>(
-      matrix, panels, count, rows, c, scratch, epilogue, kDecodedUncut, Tiles::bf16,
+  expanded<Tiles, Product::bf16>(
+      matrix, panels, count, rows, c, scratch, epilogue, kDecodedLimits,
       [&](const std::byte* panel, int first, int blocks, std::byte* to) {
         decode(matrix, panel, first, blocks, 0, to);
       },

@@ -35,6 +35,9 @@ struct alignas(64) TileShapes {
   }
 };
 
+// What a product multiplies: pairs of bf16, or four bytes of A with four of B.
+enum class Product { bf16, unsigned_signed, signed_signed };
+
 // In assembly: the intrinsics of GCC 11 and 12 tell the compiler of 8 of the configuration's 64 bytes, and of none of
 // the memory that a tile load reads, so that it may drop or move the stores before them.
 struct HardwareTiles {
@@ -66,11 +69,11 @@ struct HardwareTiles {
   static void load_a0(const void* p) { load_passing<4>(p); }
   static void load_a1(const void* p) { load_passing<5>(p); }
   static void load_b(const void* p0, const void* p1) {
-    load<6>(p0, 64);
-    load<7>(p1, 64);
+    load_b0(p0);
+    load_b1(p1);
   }
-  // The first column of the block alone: one B tile, accumulators 0 and 2.
   static void load_b0(const void* p) { load<6>(p, 64); }
+  static void load_b1(const void* p) { load<7>(p, 64); }
   static void zero(bool two) {
     zero_tile<0>();
     zero_tile<1>();
@@ -119,6 +122,17 @@ struct HardwareTiles {
   static void signed_signed(bool two) { KTINJECT_TILE_PRODUCT("tdpbssd") }
   static void signed_unsigned(bool two) { KTINJECT_TILE_PRODUCT("tdpbsud") }
 #undef KTINJECT_TILE_PRODUCT
+  // Into one accumulator alone.
+  template <Product product, int accumulator>
+  static void multiply_one() {
+#define KTINJECT_ONE_PRODUCT(INSTRUCTION)                                                                            \
+  __asm__ volatile(INSTRUCTION " %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(6 + accumulator % 2), "i"(4 + accumulator / 2), \
+                   "i"(accumulator))
+    if constexpr (product == Product::bf16) KTINJECT_ONE_PRODUCT("tdpbf16ps");
+    else if constexpr (product == Product::unsigned_signed) KTINJECT_ONE_PRODUCT("tdpbusd");
+    else KTINJECT_ONE_PRODUCT("tdpbssd");
+#undef KTINJECT_ONE_PRODUCT
+  }
 };
 
 // The same in plain C++. Where the CPU would fault, this throws std::logic_error.
@@ -171,6 +185,7 @@ struct ModelTiles {
     load(7, p1, 64);
   }
   static void load_b0(const void* p) { load(6, p, 64); }
+  static void load_b1(const void* p) { load(7, p, 64); }
   static void zero(bool two) {
     check(state().configured, "tile zero without a configuration");
     std::memset(state().data, 0, sizeof(State::data[0]) * (two ? 4 : 2));
@@ -197,17 +212,18 @@ struct ModelTiles {
   // TMUL's shape rules: dst.rows == a.rows, dst.bytes == b.bytes, a.bytes == 4 * b.rows.
   template <class Step>
   static void multiply(bool two, Step step, int columns = 2) {
+    for (int c = 0; c < (two ? 4 : 2); c += columns == 1 ? 2 : 1) accumulate(c, step);
+  }
+  template <class Step>
+  static void accumulate(int c, Step step) {
     State& s = state();
     check(s.configured, "tile product without a configuration");
-    for (int c = 0; c < (two ? 4 : 2); c += columns == 1 ? 2 : 1) {
-      const int a = 4 + c / 2, b = 6 + c % 2;
-      check(s.rows[c] == s.rows[a] && s.bytes[c] == s.bytes[b] && s.bytes[a] == 4 * s.rows[b],
-            "tile product: shapes do not fit");
-      for (int m = 0; m < s.rows[c]; ++m)
-        for (int k = 0; k < s.bytes[a] / 4; ++k)
-          for (int n = 0; n < s.bytes[c] / 4; ++n)
-            step(&s.data[c][m][n * 4], &s.data[a][m][k * 4], &s.data[b][k][n * 4]);
-    }
+    const int a = 4 + c / 2, b = 6 + c % 2;
+    check(s.rows[c] == s.rows[a] && s.bytes[c] == s.bytes[b] && s.bytes[a] == 4 * s.rows[b],
+          "tile product: shapes do not fit");
+    for (int m = 0; m < s.rows[c]; ++m)
+      for (int k = 0; k < s.bytes[a] / 4; ++k)
+        for (int n = 0; n < s.bytes[c] / 4; ++n) step(&s.data[c][m][n * 4], &s.data[a][m][k * 4], &s.data[b][k][n * 4]);
   }
   static float wide(const uint8_t* p) {
     uint32_t bits = static_cast<uint32_t>(p[0]) << 16 | static_cast<uint32_t>(p[1]) << 24;
@@ -226,17 +242,21 @@ struct ModelTiles {
   static void bf16(bool two) { multiply(two, add_pairs); }
   static void bf16_first(bool two) { multiply(two, add_pairs, 1); }
   template <class A, class B>
-  static void bytes(bool two) {
-    multiply(two, [](uint8_t* c, const uint8_t* a, const uint8_t* b) {
-      int32_t sum;
-      std::memcpy(&sum, c, sizeof sum);
-      for (int i = 0; i < 4; ++i) sum += int32_t{static_cast<A>(a[i])} * int32_t{static_cast<B>(b[i])};
-      std::memcpy(c, &sum, sizeof sum);
-    });
+  static void add_bytes(uint8_t* c, const uint8_t* a, const uint8_t* b) {
+    int32_t sum;
+    std::memcpy(&sum, c, sizeof sum);
+    for (int i = 0; i < 4; ++i) sum += int32_t{static_cast<A>(a[i])} * int32_t{static_cast<B>(b[i])};
+    std::memcpy(c, &sum, sizeof sum);
   }
-  static void unsigned_signed(bool two) { bytes<uint8_t, int8_t>(two); }
-  static void signed_signed(bool two) { bytes<int8_t, int8_t>(two); }
-  static void signed_unsigned(bool two) { bytes<int8_t, uint8_t>(two); }
+  static void unsigned_signed(bool two) { multiply(two, add_bytes<uint8_t, int8_t>); }
+  static void signed_signed(bool two) { multiply(two, add_bytes<int8_t, int8_t>); }
+  static void signed_unsigned(bool two) { multiply(two, add_bytes<int8_t, uint8_t>); }
+  template <Product product, int accumulator>
+  static void multiply_one() {
+    if constexpr (product == Product::bf16) accumulate(accumulator, add_pairs);
+    else if constexpr (product == Product::unsigned_signed) accumulate(accumulator, add_bytes<uint8_t, int8_t>);
+    else accumulate(accumulator, add_bytes<int8_t, int8_t>);
+  }
 };
 
 }  // namespace ktinject::gemm
