@@ -99,20 +99,21 @@ void multiply_all(bool two) {
   Tiles::template multiply_one<product, 3>();
 }
 
-// A block: its products; beside(), what is to be hidden behind them; and the loads of the next block, in part as soon
-// as the products that read a tile are on their way. A core has few tiles to rename these to, and fewer where another
-// thread shares it: with four loads first and then four products, the tile unit waits for the ones and the load ports
-// for the others. With all loads between the products, beside() finds the queues full.
+// A block: its products; beside(), what is to be hidden behind them; and the loads of the next block. A core has few
+// tiles to rename these to, and fewer where another thread shares it: with four loads first and then four products, the
+// tile unit waits for the ones and the load ports for the others. `early`: one load stands among the products; with
+// two, beside() finds the queues full.
 template <class Tiles, Product product, class Beside>
 void multiply_block(const std::byte* next_a0, const std::byte* next_a1, const std::byte* next_b, bool is_last, bool two,
-                    Beside beside) {
+                    bool early, Beside beside) {
   Tiles::template multiply_one<product, 0>();
   Tiles::template multiply_one<product, 1>();
-  if (!is_last) Tiles::load_a0(next_a0);
+  if (early && !is_last) Tiles::load_a0(next_a0);
   if (two) Tiles::template multiply_one<product, 2>();
   if (two) Tiles::template multiply_one<product, 3>();
   beside();
   if (is_last) return;
+  if (!early) Tiles::load_a0(next_a0);
   Tiles::load_b(next_b, next_b + 1024);
   if (two) Tiles::load_a1(next_a1);
 }
@@ -129,10 +130,10 @@ struct Heights {
   }
 };
 
-// All rows times a slice, added to the sums of its panel, c [m, 32]. beside() is called once a block.
+// All rows times a slice, added to the sums of its panel, c [m, 32]. `early`, beside(): see multiply_block.
 template <class Tiles, Product product, class Pending, class Beside>
 void multiply_slice(const Slice& slice, const PackedActivations& rows, float* c, Heights& heights, Pending& pending,
-                    Beside beside) {
+                    bool early, Beside beside) {
   const auto first = static_cast<size_t>(slice.first);
   bool is_loaded = false;
   for (int row = 0; row < rows.m; row += kPair) {
@@ -161,7 +162,7 @@ void multiply_slice(const Slice& slice, const PackedActivations& rows, float* c,
         a0 = rows.group(row + kPair) + first * block0, a1 = rows.group(row + kPair + kTile) + first * block1;
         b = slice.w;
       }
-      multiply_block<Tiles, product>(a0, a1, b, is_last && !is_loaded, two, [&] {
+      multiply_block<Tiles, product>(a0, a1, b, is_last && !is_loaded, two, early, [&] {
         if (first > 0)
           for (int line = 0; line < 4; ++line, next_sums += 64) _mm_prefetch(next_sums, _MM_HINT_T0);
         beside();
@@ -212,7 +213,8 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Pack
                                  : panels + static_cast<size_t>(first + slice) * data_block) +
                   matrix.head_bytes());
       multiply_slice<Tiles, product>({panel, p, weights(panel, first, blocks), first, blocks, all}, rows,
-                                     c + static_cast<size_t>(p) * sums, heights, pending, [&] { ahead.some(); });
+                                     c + static_cast<size_t>(p) * sums, heights, pending, rows.m > kPair,
+                                     [&] { ahead.some(); });
     }
   }
   pending.rest();
@@ -336,13 +338,15 @@ class Expand {
 
 // chains() for weights that make(panel, first, blocks, to) expands to B tiles: the slice that comes next is expanded
 // a block at a time between the tile products of this one, which leave the vector units idle; the one after that is on
-// its way from memory.
+// its way from memory. Loads come before the products here: with codes expanded in between, the other order was slower
+// at 64 rows.
 template <class Tiles, Product product, class Make, class Rescale>
 void interleaved(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                  std::byte* scratch, const Epilogue* epilogue, int slice, Make make, Rescale rescale) {
   PendingEpilogue<Rescale> pending(rescale, epilogue);
-  const int all = matrix.blocks(), pairs = (rows.m + kPair - 1) / kPair;
-  const size_t data_block = 2 * matrix.tile_bytes(), sums = static_cast<size_t>(rows.m) * kPanel;
+  const int all = matrix.blocks(), pairs = (rows.m + kPair - 1) / (kPair);
+  const size_t data_block = 2 * matrix.tile_bytes();
+  const size_t ahead = (data_block / 64 + static_cast<size_t>(pairs) - 1) / static_cast<size_t>(pairs) * 64;
   // Place i is slice i / count of panel i % count.
   const int places = (all + slice - 1) / slice * count;
   auto panel_of = [&](int place) { return panels + static_cast<size_t>(place % count) * matrix.panel_bytes(); };
@@ -352,22 +356,45 @@ void interleaved(const Matrix& matrix, const std::byte* panels, int count, const
   };
   std::byte* buffers[2] = {scratch, scratch + static_cast<size_t>(slice) * 2048};
   make(panels, 0, slice, buffers[0]);
-  Heights heights;
-  Ahead ahead(matrix, rows.m);
+  int m0 = 0, m1 = 0;
   for (int place = 0; place < places; ++place) {
     const int first = first_of(place), blocks = blocks_of(place), next_blocks = blocks_of(place + 1);
-    ahead.start(panel_of(place + 2) + matrix.head_bytes() + static_cast<size_t>(first_of(place + 2)) * data_block);
+    const std::byte* w = buffers[place % 2];
+    const std::byte* later =
+        panel_of(place + 2) + matrix.head_bytes() + static_cast<size_t>(first_of(place + 2)) * data_block;
     std::byte* to = buffers[1 - place % 2];
     // Blocks of the next place, over all products of this one.
     int made = 0, due = 0;
-    auto beside = [&] {
-      ahead.some();
-      due += next_blocks;
-      for (; due >= pairs * blocks; due -= pairs * blocks, ++made)
-        make(panel_of(place + 1), first_of(place + 1) + made, 1, to + made * 2048);
-    };
-    multiply_slice<Tiles, product>({panel_of(place), place % count, buffers[place % 2], first, blocks, all}, rows,
-                                   c + static_cast<size_t>(place % count) * sums, heights, pending, beside);
+    for (int row = 0; row < rows.m; row += kPair) {
+      const int h0 = rows.group_rows(row), h1 = row + kTile < rows.m ? rows.group_rows(row + kTile) : 0;
+      if (h0 != m0 || h1 != m1) {
+        Tiles::configure(TileShapes(h0, h1));
+        m0 = h0;
+        m1 = h1;
+      }
+      const bool two = h1 > 0;
+      float* sums =
+          c + (static_cast<size_t>(place % count) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
+      if (first == 0) Tiles::zero(two);
+      else Tiles::load_c(sums, two);
+      const std::byte* a0 = rows.group(row) + static_cast<size_t>(first) * static_cast<size_t>(h0) * 64;
+      const std::byte* a1 = rows.group(row + kTile) + static_cast<size_t>(first) * static_cast<size_t>(h1) * 64;
+      for (int block = 0; block < blocks; ++block) {
+        Tiles::load_a0(a0 + block * h0 * 64);
+        if (two) Tiles::load_a1(a1 + block * h1 * 64);
+        Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
+        multiply_all<Tiles, product>(two);
+        for (size_t at = 0; at < ahead; at += 64) _mm_prefetch(reinterpret_cast<const char*>(later + at), _MM_HINT_T1);
+        later += ahead;
+        due += next_blocks;
+        for (; due >= pairs * blocks; due -= pairs * blocks, ++made)
+          make(panel_of(place + 1), first_of(place + 1) + made, 1, to + made * 2048);
+        pending.some();
+      }
+      if (blocks == all) sums = pending.place(sums);
+      Tiles::store(sums, two);
+      if (first + blocks == all) pending.start(panel_of(place), place % count, row, h0 + h1, sums, blocks);
+    }
   }
   pending.rest();
   Tiles::release();
