@@ -17,11 +17,11 @@ from test_native_decoder import (
     logits_of,
     varied,
 )
+from test_native_streams import swapped_beside_fp32
 from test_native_windows import assert_lookup_changes_no_token, assert_native, assert_steps_take_turns
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-import ktinject
 from ktinject.generation import indexer_spec, streams_spec
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.indexer_spec import IndexerSpec
@@ -56,13 +56,7 @@ def made(
                 parameter.data.copy_(drawn + float("scale" in name))
         return model
 
-    model, truth = one().to(dtype), one().float()
-    for name, parameter in model.named_parameters():
-        if wide and any(part in name for part in WIDE):
-            parameter.data = parameter.data.float()
-    variables = dict.fromkeys(("experts", "dense", "head"), weights)
-    swapped = ktinject.optimize(model, "auto", devices=["cpu"], variables=variables, progress=False)
-    return swapped, truth
+    return swapped_beside_fp32(one, WIDE if wide else (), weights, dtype)
 
 
 @pytest.mark.parametrize(

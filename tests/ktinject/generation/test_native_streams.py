@@ -4,6 +4,7 @@ behind it, and experts that go by tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -50,6 +51,19 @@ SURE: dict[str, Any] = {
 WIDE = ("_hc", "hc_head", "sinks", "position_bias", "norm", "layernorm")
 
 
+def swapped_beside_fp32(
+    one: Callable[[], PreTrainedModel], wide: Sequence[str], weights: str, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A swapped model, and the same before in fp32. wide: parts of the names of what from_pretrained leaves in fp32"""
+    model, truth = one().to(dtype), one().float()
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in wide):
+            parameter.data = parameter.data.float()
+    variables = dict.fromkeys(("experts", "dense", "head"), weights)
+    swapped = ktinject.optimize(model, "auto", devices=["cpu"], variables=variables, progress=False)
+    return swapped, truth
+
+
 def made(
     *kinds: str,
     weights: str = "bf16",
@@ -77,13 +91,7 @@ def made(
                 tensor.data.copy_(drawn + float(".scale" in name))
         return model
 
-    model, truth = one().to(dtype), one().float()
-    for name, parameter in model.named_parameters():
-        if wide and any(part in name for part in WIDE):
-            parameter.data = parameter.data.float()
-    variables = dict.fromkeys(("experts", "dense", "head"), weights)
-    swapped = ktinject.optimize(model, "auto", devices=["cpu"], variables=variables, progress=False)
-    return swapped, truth
+    return swapped_beside_fp32(one, WIDE if wide else (), weights, dtype)
 
 
 def parts_of(cache: Any) -> list[Tensor]:
