@@ -24,8 +24,9 @@ TRAINED = REPOSITORY / "examples" / "models" / "tiny-qwen3-moe"
 EXPERTS = 32
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
 PROMPTS = [[5, 17, 300, 41, 99], [700, 3, 12, 88, 45, 19, 7], [1, 2, 3], [*range(40, 100)]]
-# Logits are bf16: of two that are closer than a step of theirs, another order of sums may make the other the greater.
-TIE = 0.13
+# All is bf16: of two logits as close as this, another order of sums may make the other one the greater. SGLang alone,
+# too, writes tokens that fp32 has behind its best by 0.28, or in a batch 0.67 (docs/benchmarks.md, SGLang's engine).
+TIE = 0.25
 
 pytestmark = [
     pytest.mark.sglang,
