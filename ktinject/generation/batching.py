@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ktinject.errors import OperatorError
 from ktinject.generation import batching_probe, masks
+from ktinject.generation.cache_layers import has_latents
 from ktinject.generation.consecutive import modules_with_states
 from ktinject.generation.decoding import Decoding
 from ktinject.hf import compat
@@ -182,7 +183,7 @@ def _prefix() -> str:
 def _latent(model: Any) -> Support | None:
     """Whether latent attention can be cached; None if the model has none."""
     config = model.config.get_text_config()
-    if vars(config).get("kv_lora_rank") is None:
+    if not has_latents(config):
         return None
     layers = {
         path: module

@@ -228,6 +228,12 @@ def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
     return kinds
 
 
+def has_latents(text: PreTrainedConfig) -> bool:
+    """Whether layers of a language part with this config cache latents in place of keys and values."""
+    # A config whose layers have other ranks gives none of its own as an attribute.
+    return vars(text).get("kv_lora_rank") is not None
+
+
 def tensors_of(layer: Any) -> tuple[Tensor, ...]:
     """Keys and values of a cache's layer, and its index [b, 1, n, d] if it has one; or the last inputs of its
     convolutions, and its recurrent states. Of one with compressed keys, the keys of its window, which are its values.

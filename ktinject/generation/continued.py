@@ -35,6 +35,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, GenerationMixin
 
 from ktinject.errors import OperatorError
+from ktinject.generation.cache_layers import has_latents
 from ktinject.generation.cpu import attention_prompts
 from ktinject.hf import compat
 from ktinject.operators.torch_ops.packed_attention import causal_mask
@@ -113,8 +114,7 @@ def unplanned(model: Any, scores: int) -> Iterator[None]:
     cuda = torch.backends.cuda
     is_planned = model.device.type == "cuda" and cuda.cudnn_sdp_enabled()
     # Keys and values of other widths, which flash attention is not for.
-    # A config whose layers have other ranks gives none of its own as an attribute.
-    is_latent = vars(model.config.get_text_config()).get("kv_lora_rank") is not None
+    is_latent = has_latents(model.config.get_text_config())
     if not is_planned or is_latent or scores >= _WORTH_A_PLAN:
         yield
         return

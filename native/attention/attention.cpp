@@ -11,6 +11,7 @@
 #include "attention/attention.hpp"
 #include "attention/block_index.hpp"
 #include "attention/indexer.hpp"
+#include "attention/recurrent.hpp"
 #include "attention/ring.hpp"
 #include "attention/tasks.hpp"
 #include "attention/turning.hpp"
@@ -58,21 +59,13 @@ Places places_of(const LayerCache& cache, const Step& step, int row, int heads, 
   return {capacity, position % window, std::min(position + 1, window)};
 }
 
-// values *= factor, rounded.
-void multiply(float factor, DType dtype, std::span<float> values) {
-  if (factor == 1.0f) return;
-  for (float& value : values) value *= factor;
-  gemm::step_ops().round(values.data(), static_cast<int>(values.size()), dtype);
-}
-
 // sum [batch, heads, value] times what a gate [batch, gates] says, of a head or of each of its values.
 void multiply_by_gate(float* sum, int values, float* gate, int gates, bool has_softplus, const Step& step) {
   const gemm::StepOps& ops = gemm::step_ops();
   const int all = step.batch * gates, share = values / gates, count = all * share;  // values that a gate is of
   ops.round(gate, all, step.dtype);
   if (has_softplus) {
-    // As torch does: what is far from 0 is itself.
-    for (int i = 0; i < all; ++i) gate[i] = gate[i] > 20.0f ? gate[i] : std::log1p(std::exp(gate[i]));
+    for (int i = 0; i < all; ++i) gate[i] = softplus(gate[i]);
   } else {
     ops.sigmoid(gate, all);
   }
@@ -477,7 +470,7 @@ void LatentAttention::project(const float* x, const Step& step, float* low, floa
     ops.round(low, batch * size, step.dtype);
     for (int row = 0; row < batch; ++row)
       ops.rms_norm(low + product(row, size), config_.q_norm, step.dtype, normed + product(row, size));
-    multiply(config_.low_factor, step.dtype, {normed, product(batch, size)});
+    if (config_.low_factor != 1.0f) multiply(config_.low_factor, step.dtype, {normed, product(batch, size)});
     config_.q_b->forward(normed, DType::f32, batch, q);
   }
   ops.round(q, batch * config_.heads * (config_.nope + config_.rope), step.dtype);
@@ -502,7 +495,7 @@ void LatentAttention::write(int row, const float* kv, const Step& step, const Pl
   const int rank = config_.rank, rope = config_.rope, wide = rank + rope;
   const float* from = kv + product(row, wide);
   ops.rms_norm(from, config_.kv_norm, step.dtype, latent);
-  multiply(config_.latent_factor, step.dtype, {latent, static_cast<size_t>(rank)});
+  if (config_.latent_factor != 1.0f) multiply(config_.latent_factor, step.dtype, {latent, static_cast<size_t>(rank)});
   const float* key = from + rank;
   if (config_.k_norm.weight != nullptr) {
     ops.rms_norm(key, config_.k_norm, step.dtype, latent + wide);

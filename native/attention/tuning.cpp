@@ -5,14 +5,11 @@
 #include "gemm/backends.hpp"
 
 namespace ktinject::attention {
-namespace {
 
 void multiply(float times, DType dtype, std::span<float> values) {
   for (float& value : values) value *= times;
   gemm::step_ops().round(values.data(), static_cast<int>(values.size()), dtype);
 }
-
-}  // namespace
 
 void tune(const Steps& by, float position, DType dtype, bool rounds, std::span<float> values) {
   float times = std::log1p(std::floor(position / by.every)) * by.factor + 1;

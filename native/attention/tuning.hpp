@@ -19,7 +19,10 @@ struct Growth {
   explicit operator bool() const { return scale != nullptr; }
 };
 
-// values times that, rounded; rounds: so is what they are multiplied with.
+// values *= times, rounded.
+void multiply(float times, DType dtype, std::span<float> values);
+
+// The same with what a position gives; rounds: so is what they are multiplied with.
 void tune(const Steps& by, float position, DType dtype, bool rounds, std::span<float> values);
 void tune(const Growth& by, int head, float position, DType dtype, std::span<float> values);
 

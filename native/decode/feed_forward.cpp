@@ -4,6 +4,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "attention/recurrent.hpp"
 #include "attention/tasks.hpp"
 #include "attention/top.hpp"
 #include "decode/decoder.hpp"
@@ -350,9 +351,8 @@ void Mixture::score_logits(float* logits, DType dtype) const {
   const int count = experts_.config().experts;
   if (router_.scores == Scores::softmax) ops.softmax(logits, count);
   else if (router_.scores == Scores::sigmoid) ops.sigmoid(logits, count);
-  else  // As torch does: of what is far from 0, softplus is itself.
-    for (int e = 0; e < count; ++e)
-      logits[e] = std::sqrt(logits[e] > 20.0f ? logits[e] : std::log1p(std::exp(logits[e])));
+  else
+    for (int e = 0; e < count; ++e) logits[e] = std::sqrt(attention::softplus(logits[e]));
   if (router_.rounds_scores) ops.round(logits, count, dtype);
 }
 

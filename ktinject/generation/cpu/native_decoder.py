@@ -51,10 +51,8 @@ class _Call:
 
     def kept(self, index: int, kind: LayerKind) -> list[Tensor]:
         """What a layer has left in the cache: a copy."""
-        layer, place = (
-            self.cache.layers[index],
-            self.cache_position % (kind.window or self.cache_position + 1),
-        )
+        layer = self.cache.layers[index]
+        place = self.cache_position % (kind.window or self.cache_position + 1)
         found = [tensor if kind.is_state else tensor[:, :, place] for tensor in tensors_of(layer)]
         if isinstance(layer, CompressedLayer):
             window, slot = divmod(self.cache_position, layer.rate)

@@ -223,7 +223,7 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Pack
 
 // Up to 32 rows never leave the accumulators, so nothing is gained by cutting k.
 int stretch_for(const Matrix& matrix, const PackedActivations& rows) {
-  return rows.m <= 2 * kTile || matrix.blocks() <= kUncut ? matrix.blocks() : kSlice;
+  return rows.m <= kPair || matrix.blocks() <= kUncut ? matrix.blocks() : kSlice;
 }
 
 // Sums that need nothing more.
@@ -344,9 +344,8 @@ template <class Tiles, Product product, class Make, class Rescale>
 void interleaved(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                  std::byte* scratch, const Epilogue* epilogue, int slice, Make make, Rescale rescale) {
   PendingEpilogue<Rescale> pending(rescale, epilogue);
-  const int all = matrix.blocks(), pairs = (rows.m + kPair - 1) / (kPair);
+  const int all = matrix.blocks(), pairs = (rows.m + kPair - 1) / kPair;
   const size_t data_block = 2 * matrix.tile_bytes();
-  const size_t ahead = (data_block / 64 + static_cast<size_t>(pairs) - 1) / static_cast<size_t>(pairs) * 64;
   // Place i is slice i / count of panel i % count.
   const int places = (all + slice - 1) / slice * count;
   auto panel_of = [&](int place) { return panels + static_cast<size_t>(place % count) * matrix.panel_bytes(); };
@@ -356,22 +355,18 @@ void interleaved(const Matrix& matrix, const std::byte* panels, int count, const
   };
   std::byte* buffers[2] = {scratch, scratch + static_cast<size_t>(slice) * 2048};
   make(panels, 0, slice, buffers[0]);
-  int m0 = 0, m1 = 0;
+  Heights heights;
+  Ahead ahead(matrix, rows.m);
   for (int place = 0; place < places; ++place) {
     const int first = first_of(place), blocks = blocks_of(place), next_blocks = blocks_of(place + 1);
     const std::byte* w = buffers[place % 2];
-    const std::byte* later =
-        panel_of(place + 2) + matrix.head_bytes() + static_cast<size_t>(first_of(place + 2)) * data_block;
+    ahead.start(panel_of(place + 2) + matrix.head_bytes() + static_cast<size_t>(first_of(place + 2)) * data_block);
     std::byte* to = buffers[1 - place % 2];
     // Blocks of the next place, over all products of this one.
     int made = 0, due = 0;
     for (int row = 0; row < rows.m; row += kPair) {
       const int h0 = rows.group_rows(row), h1 = row + kTile < rows.m ? rows.group_rows(row + kTile) : 0;
-      if (h0 != m0 || h1 != m1) {
-        Tiles::configure(TileShapes(h0, h1));
-        m0 = h0;
-        m1 = h1;
-      }
+      heights.configure<Tiles>(h0, h1);
       const bool two = h1 > 0;
       float* sums =
           c + (static_cast<size_t>(place % count) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
@@ -384,8 +379,7 @@ void interleaved(const Matrix& matrix, const std::byte* panels, int count, const
         if (two) Tiles::load_a1(a1 + block * h1 * 64);
         Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
         multiply_all<Tiles, product>(two);
-        for (size_t at = 0; at < ahead; at += 64) _mm_prefetch(reinterpret_cast<const char*>(later + at), _MM_HINT_T1);
-        later += ahead;
+        ahead.some();
         due += next_blocks;
         for (; due >= pairs * blocks; due -= pairs * blocks, ++made)
           make(panel_of(place + 1), first_of(place + 1) + made, 1, to + made * 2048);
@@ -462,7 +456,7 @@ template <class Tiles>
 void int4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
           std::byte* scratch, const Epilogue* epilogue) {
   Expand expand(matrix);
-  if (rows.m <= 2 * kTile)
+  if (rows.m <= kPair)
     return few<Tiles, Product::signed_signed>(
         matrix, panels, count, rows, c, scratch, epilogue,
         [&](const std::byte* panel, int first, int blocks, std::byte* to) {
@@ -480,7 +474,7 @@ void int4(const Matrix& matrix, const std::byte* panels, int count, const Packed
 template <class Tiles, class Rescale>
 void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
              std::byte* scratch, const Epilogue* epilogue, Decode decode, Rescale rescale) {
-  if (rows.m <= 2 * kTile)
+  if (rows.m <= kPair)
     return few<Tiles, Product::bf16>(
         matrix, panels, count, rows, c, scratch, epilogue,
         [&](const std::byte* panel, int first, int blocks, std::byte* to) {
