@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from test_generate import prompt, stock
-from test_native_decoder import INT8_TOLERANCE, assert_as_exact_as_its_own, doubled, varied
+from test_native_decoder import (
+    INT8_TOLERANCE,
+    TOLERANCE,
+    assert_as_exact_as_its_own,
+    difference,
+    doubled,
+    varied,
+)
 from test_native_windows import assert_lookup_changes_no_token, assert_native
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -78,18 +85,24 @@ CASES = [
 
 
 def made(
-    family: str, weights: str = "bf16", dtype: torch.dtype = torch.bfloat16, **changes: Any
+    family: str,
+    weights: str = "bf16",
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    **changes: Any,
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """As that of answers.py, of a model of text and images; all experts are taken, so that none can turn over."""
     config = {"num_experts_per_tok": 6, "moe_k": 6, **FAMILIES[family], **changes}
-    model, truth = (varied(doubled(multimodal.tiny(family, **config).bfloat16())).to(dtype) for _ in range(2))
+    model, truth = (
+        varied(doubled(multimodal.tiny(family, **config).bfloat16())).to(device, dtype) for _ in range(2)
+    )
     for name, parameter in [*model.named_parameters(), *truth.named_parameters()]:
         if name.endswith("softmax_scaling.scale"):
             parameter.data.mul_(
                 0.25
             )  # else one token has nearly all of the weight, and roundings decide which
-    variables = dict.fromkeys(("experts", "dense", "head"), weights)
-    swapped = ktinject.optimize(model, "auto", devices=["cpu"], variables=variables, progress=False)
+    variables = {**dict.fromkeys(("experts", "dense", "head"), weights), "gpu_experts": 0}
+    swapped = ktinject.optimize(model, "auto", devices=[device], variables=variables, progress=False)
     return swapped, truth.float()
 
 
@@ -144,6 +157,34 @@ def test_tokens_of_other_requests_are_the_stock_loop_s(family: str, case: dict[s
         arguments = of_text(batch, **case)
         assert torch.equal(model.generate(**arguments), stock(model, **arguments))
         assert_native(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_recorded_steps_are_those_of_the_stock_loop(family: str) -> None:
+    """On text and behind pictures. As far as both write the same: roundings may decide between two tokens."""
+    model = made(family, device="cuda")[0]
+    pictured = {
+        **multimodal.image_prompt(family, rows=2, padding=3),
+        "max_new_tokens": 10,
+        "eos_token_id": None,
+    }
+    for arguments in (of_text(3), pictured):
+        asked = {
+            key: value.to("cuda", model.dtype if value.is_floating_point() else None)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in arguments.items()
+        } | {"return_dict_in_generate": True, "output_logits": True}
+        ours, theirs = model.generate(**asked), stock(model, **asked)
+        assert model.ktinject_decoding.last == "graph loop", model.ktinject_decoding.reason
+        first = asked["input_ids"].shape[1]
+        for step, (found, wanted) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+            if not torch.equal(ours.sequences[:, : first + step], theirs.sequences[:, : first + step]):
+                break
+            assert difference(found, wanted) <= TOLERANCE
+        assert step >= 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
