@@ -10,8 +10,10 @@ streams of their GPUs. These streams wait for each other; the host waits for non
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +60,32 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+_collecting = threading.Lock()
+_captures, _was_collecting = 0, False
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """No garbage is collected in this process meanwhile, in no thread.
+
+    Graphs in reference cycles, such as those of a failed request, would be destroyed in the middle of a capture, which
+    CUDA forbids: the capture would fail.
+    """
+    global _captures, _was_collecting
+    with _collecting:
+        if _captures == 0:
+            _was_collecting = gc.isenabled()
+            gc.disable()
+        _captures += 1
+    try:
+        yield
+    finally:
+        with _collecting:
+            _captures -= 1
+            if _captures == 0 and _was_collecting:
+                gc.enable()
+
+
 class PiecewiseGraph:
     """Captured work.
 
@@ -93,7 +121,7 @@ def capture(work: Callable[[Stages], None], home: torch.device, pool: Any) -> Pi
     """
     capturing = _Capture(pool)
     try:
-        with capturing.open:
+        with without_collecting(), capturing.open:
             capturing.begin(home)
             work(capturing)
     except (RuntimeError, OperatorError) as error:
@@ -146,7 +174,10 @@ class _Capture:
             with suppress(RuntimeError):  # newer versions of torch stop it themselves
                 torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             something = torch.zeros(1, device=self._device)
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            with (
+                without_collecting(),
+                torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+            ):
                 something.add_(0)
 
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ktinject import _native
 from ktinject.errors import OperatorError
+from ktinject.generation.piecewise_graph import without_collecting
 from ktinject.hf.layers import Layers
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.operators.hybrid_experts import HybridExperts
@@ -224,7 +225,7 @@ def handoff_seconds(operator: Any) -> float | None:
             ids, weights = torch.full((1, 1), -1, device=device), torch.zeros(1, 1, device=device)
             operator.complete(operator.start(x, ids, weights))
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with without_collecting(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 for _ in range(times):
                     operator.complete(operator.start(x, ids, weights))
             found = []

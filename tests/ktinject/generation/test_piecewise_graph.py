@@ -3,6 +3,8 @@ next one were another's."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,6 +105,55 @@ def test_what_lies_elsewhere_is_copied_from_there_at_each_replay() -> None:
         elsewhere.fill_(10 * number)
         recorded.replay()
         assert torch.equal(out.cpu(), torch.full([4], 2.0 + 12 * number))
+
+
+@gpu
+def test_a_capture_outlives_other_graphs_that_are_garbage() -> None:
+    """Graphs in a cycle: nobody but the collector of garbage destroys them, and not within a capture."""
+    home, pool = torch.device("cuda:0"), torch.cuda.graph_pool_handle()
+    x, thresholds = torch.zeros(1, device=home), gc.get_threshold()
+    held: list[Any] = []
+
+    def work(stages: piecewise_graph.Stages) -> None:
+        x.add_(1)
+        if held:
+            held.clear()
+            gc.set_threshold(1, 1, 1)
+            assert [[] for _ in range(1000)] and dead() is not None
+
+    with piecewise_graph.EagerStages(home, piecewise_graph.capture_stream) as stages:
+        work(stages)
+    held.append(piecewise_graph.capture(work, home, pool))
+    dead = weakref.ref(held[0])
+    held[0].itself = held[0]
+    try:
+        recorded = piecewise_graph.capture(work, home, pool)
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert dead() is None
+    before = x.item()
+    recorded.replay()
+    assert x.item() == before + 1
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_nothing_is_collected_until_the_last_capture_has_ended(is_on: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        first, second = (piecewise_graph.without_collecting() for _ in range(2))
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not gc.isenabled()
+        second.__exit__(None, None, None)
+        assert gc.isenabled() == is_on
+        with pytest.raises(ZeroDivisionError), piecewise_graph.without_collecting():
+            _ = 1 / 0
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_stage_boundaries_change_nothing_on_the_tensors_of_a_graph() -> None:
