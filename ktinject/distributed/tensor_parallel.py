@@ -18,6 +18,7 @@ and 5.23. The format of `tp_plan` did not change, so it is read here.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from transformers import PreTrainedModel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError, PlanError
 from ktinject.hf.key_map import KeyMap
+from ktinject.hf.layers import layer_configs
 
 Style = Literal["colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"]
 
@@ -148,7 +150,7 @@ def _units(model: PreTrainedModel, modules: Mapping[str, nn.Module], path: str, 
     features = module.out_features if style.startswith("colwise") else module.in_features
     if not _is_attention(path) or style == "colwise_gather_output":
         return int(features)
-    heads = model.config.get_text_config().num_attention_heads
+    heads = math.gcd(*(config.num_attention_heads for config in layer_configs(model.config)))
     size = getattr(modules[path.rpartition(".")[0]], "head_dim", None)
     if path.endswith(("k_proj", "v_proj")) and isinstance(size, int) and features % size == 0:
         return int(features // size)

@@ -25,7 +25,9 @@ from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.steps import tokens_in
 from ktinject.generation.turn_pass import TurnPass
 from ktinject.hf import compat
+from ktinject.hf.layers import layer_configs
 from ktinject.operators.offload import lent
+from ktinject.support import Support
 
 logger = logging.getLogger("ktinject")
 
@@ -122,9 +124,13 @@ def _passes(model: Any, decoding: Decoding, runner: GraphRunner) -> TurnPass:
         passes.support = continued.support(model)
     if passes.support:
         keys = runner.cache.layers[0][0]
-        heads = model.config.get_text_config().num_attention_heads
-        passes.support = turn_pass.attention_support(
-            keys.device, keys.dtype, keys.shape[3], keys.shape[1], heads // keys.shape[1]
+        queries = {config.num_attention_heads for config in layer_configs(model.config)}
+        passes.support = (
+            Support.no("its layers have different numbers of heads")
+            if len(queries) > 1
+            else turn_pass.attention_support(
+                keys.device, keys.dtype, keys.shape[3], keys.shape[1], queries.pop() // keys.shape[1]
+            )
         )
     if not passes.support:
         logger.info("next turns are read one kernel at a time: %s", passes.support.reason)

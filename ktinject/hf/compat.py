@@ -141,6 +141,9 @@ BLOCK_CACHES = frozenset({_BLOCKS, _STATIC_BLOCKS})
 # Models that make caches of a class of their own.
 _M1 = "transformers.models.minimax.modeling_minimax"
 OWN_CACHES, OWN_CACHE = frozenset({f"{_M1}:MiniMaxForCausalLM"}), f"{_M1}:MiniMaxCache"
+# Of these transformers says that something is decided on the host: which experts take pictures. Steps have none.
+_VL = "transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe"
+DECIDE_OF_PICTURES = frozenset({f"{_VL}:Ernie4_5_VLMoeForConditionalGeneration"})
 _COMPRESS = f"(self, hidden_states, q_residual, position_ids, {CACHE}, layer_idx)"
 _ASSISTED = (
     "streamer=None, inputs_tensor=None, assistant_model=None, assistant_tokenizer=None, tokenizer=None, "
@@ -323,6 +326,14 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
     "own_caches": (
         Private(OWN_CACHE, "get_linear_cache", "(self, layer_idx)", "a layer's state"),
         Private(OWN_CACHE, "set_linear_cache", "(self, layer_idx, linear_cache)", "a layer's state"),
+    ),
+    "pictures": (
+        Private(
+            f"{_VL}:Ernie4_5_VLMoeMoeBlock",
+            "forward",
+            "(self, hidden_states, moe_mm_token_type_ids=None)",
+            "steps are of text alone",
+        ),
     ),
     "loading": (
         # From names of a checkpoint to parameters, see key_map.py.

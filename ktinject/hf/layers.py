@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def layer_configs(config: PreTrainedConfig) -> list[Any]:
+    """The configs of the text's decoder layers; one for all where they are alike.
+
+    A config of different layers refuses to say one value for all (transformers' `per_layer_config`).
+    """
+    text: Any = config.get_text_config()
+    return [*text.per_layer_config] if getattr(text, "is_heterogeneous", False) else [text]
 
 
 class Layers:

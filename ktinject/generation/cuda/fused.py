@@ -39,6 +39,7 @@ from ktinject.generation.layer_spec import DecoderLayerSpec, GatedDeltaSpec, Gro
 from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
 from ktinject.generation.streams_spec import StreamsLayerSpec
 from ktinject.hf import compat
+from ktinject.hf.layers import layer_configs
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
@@ -248,7 +249,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 def _configs(model: nn.Module) -> list[Any]:
     config = getattr(model, "config", None)
-    return [] if config is None else [config, config.get_text_config()]
+    return [] if config is None else [config, *layer_configs(config)]
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -216,5 +216,9 @@ class TestOnGpu:
         layer.register_forward_hook(look)
         batched(model, prompts(5, 7), use_cuda_graph=True, q_padding_interval_size=16)
         torch.cuda.synchronize()
-        # The first step has the 12 tokens of both prompts.
-        assert seen and not seen[0][12:].any() and seen[0][:12].any(-1).all()
+        # Before a capture a step is run once for nothing, perhaps before it has its tokens.
+        counts = [int(out.any(-1).sum()) for out in seen]
+        assert 12 in counts, "the step that has the tokens of both prompts"
+        assert all(out[:count].any(-1).all() for out, count in zip(seen, counts)), (
+            "what is live stands in front"
+        )

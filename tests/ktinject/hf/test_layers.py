@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import models
+import pytest
 import torch
 from double import on_meta
+from models import multimodal
 from transformers import AutoModelForCausalLM
 
-from ktinject.hf.layers import Layers, class_names
+from ktinject.hf.layers import Layers, class_names, layer_configs
+
+
+@pytest.mark.skipif("dots3_note" not in multimodal.AVAILABLE, reason="transformers has no dots3_note")
+def test_configs_of_layers_that_differ_and_of_such_that_do_not() -> None:
+    other = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 28,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 16,
+    }
+    config = multimodal.config("dots3_note", per_layer_config={1: other})
+    assert [layer.num_attention_heads for layer in layer_configs(config)] == [4, 2]
+    [same] = layer_configs(models.config("qwen3_moe"))
+    assert same.num_attention_heads == 4
 
 
 def test_decoder_layers() -> None:
