@@ -18,10 +18,10 @@ FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4", "mxfp
 
 
 def _cases(row):
-    """So many that all rows take some twenty seconds; a nightly run has more."""
+    """So many that all rows take some ten seconds; a nightly run has more."""
     if row["weights"] in k_quants.KINDS:  # wide layers
         return 2 if row["name"].startswith("reference") else 4
-    return 12 if row["name"].startswith(("reference", "modelled")) else 24
+    return 6 if row["name"].startswith(("reference", "modelled")) else 14
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])

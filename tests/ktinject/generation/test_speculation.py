@@ -282,7 +282,7 @@ def nearly(ours: Tensor, theirs: Tensor) -> bool:
     return torch.allclose(ours.float(), theirs.float(), rtol=0, atol=2e-2 * largest)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize("weights", ["bf16", pytest.param("int4", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family, config", [*NATIVE, ("qwen3_next", {})], ids=str)
 def test_native_lookup_writes_what_plain_native_steps_write(
     family: str, config: dict[str, Any], weights: str, monkeypatch: pytest.MonkeyPatch

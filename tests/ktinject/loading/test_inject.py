@@ -113,9 +113,13 @@ STEPS = [
 ]
 
 
-# A Ctrl-C at every step, and the other errors in turn.
+# A Ctrl-C at every step, and the other errors in turn: at every fourth step, at the others in a nightly run.
 CASES = [
-    (*step, kind) for i, step in enumerate(STEPS) for kind in (KeyboardInterrupt, ERRORS[i % len(ERRORS)])
+    *((*step, KeyboardInterrupt) for step in STEPS),
+    *(
+        pytest.param(*step, ERRORS[i % len(ERRORS)], marks=[] if i % 4 == 0 else pytest.mark.nightly)
+        for i, step in enumerate(STEPS)
+    ),
 ]
 
 
