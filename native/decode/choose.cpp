@@ -13,8 +13,8 @@
 namespace ktinject::decode {
 namespace {
 
-// Scores of a task; fewer in all are left to the caller.
-constexpr int kPart = 8192;
+// Scores of a task, and so many tasks that fewer are left to the caller.
+constexpr int kPart = 4096, kFewParts = 8;
 enum Slot : size_t { kWords = 1, kFound };
 
 struct Found {
@@ -40,6 +40,8 @@ class Twister {
     }
   }
 
+  // The next words of the state, as they are before `mersenne_temper`. They follow from each other, so one thread makes
+  // them; what is made of each word is for all.
   void draw(uint32_t* out, size_t count, const gemm::StepOps& ops) {
     while (count > 0) {
       if (left_ == 0) {
@@ -48,7 +50,7 @@ class Twister {
         next_ = 0;
       }
       const auto some = static_cast<int>(std::min(count, static_cast<size_t>(left_)));
-      ops.mersenne_temper(state_ + next_, some, out);
+      std::copy(state_ + next_, state_ + next_ + some, out);
       next_ += some;
       left_ -= some;
       out += some;
@@ -73,32 +75,38 @@ class Twister {
   uint32_t state_[gemm::kMersenneWords];
 };
 
-// find(first, count) for parts of a row; the best of what is found, the first of those that tie.
-template <class Find>
-Found best_of(runtime::ThreadPool& workers, int n, Find&& find) {
+bool is_less(const Found& a, const Found& b) { return a.best < b.best || (std::isnan(b.best) && !std::isnan(a.best)); }
+
+// find(first, count) for parts of a row, and beside them the whole of `also`, by one thread; the best of what is found,
+// the first of those that tie.
+template <class Find, class Also>
+Found best_of(runtime::ThreadPool& workers, int n, Find&& find, Also&& also) {
   const int parts = (n + kPart - 1) / kPart;
   auto* found = reinterpret_cast<Found*>(workers.buffer(kFound, static_cast<size_t>(parts) * sizeof(Found)));
   auto task = [&](int index, int) {
-    const int first = index * kPart;
-    found[index] = find(first, std::min(kPart, n - first));
-    found[index].index += first;
+    if (index == 0) return also();  // the longest comes first
+    const int first = (index - 1) * kPart;
+    found[index - 1] = find(first, std::min(kPart, n - first));
+    found[index - 1].index += first;
   };
-  if (parts < 4)
-    for (int index = 0; index < parts; ++index) task(index, 0);
-  else workers.parallel_for(parts, task);
-  return *std::max_element(found, found + parts, [](const Found& a, const Found& b) {
-    return a.best < b.best || (std::isnan(b.best) && !std::isnan(a.best));
-  });
+  if (parts < kFewParts)
+    for (int index = 0; index <= parts; ++index) task(index, 0);
+  else workers.parallel_for(parts + 1, task);
+  return *std::max_element(found, found + parts, is_less);
 }
 
-Found greatest(runtime::ThreadPool& workers, const gemm::StepOps& ops, const float* scores, int n) {
-  return best_of(workers, n, [&](int first, int count) {
+void nothing() {}
+
+template <class Also>
+Found greatest(runtime::ThreadPool& workers, const gemm::StepOps& ops, const float* scores, int n, Also&& also) {
+  auto find = [&](int first, int count) {
     Found found{};
     found.best = ops.greatest(scores + first, count);
     auto is_it = [&](float x) { return std::isnan(found.best) ? std::isnan(x) : x == found.best; };
     while (found.index + 1 < count && !is_it(scores[first + found.index])) ++found.index;
     return found;
-  });
+  };
+  return best_of(workers, n, find, also);
 }
 
 }  // namespace
@@ -107,7 +115,8 @@ void choose_greatest(const float* scores, int rows, int n, int64_t* tokens) {
   const runtime::Session session;
   for (int row = 0; row < rows; ++row)
     tokens[row] =
-        greatest(*session, gemm::step_ops(), scores + static_cast<size_t>(row) * static_cast<size_t>(n), n).index;
+        greatest(*session, gemm::step_ops(), scores + static_cast<size_t>(row) * static_cast<size_t>(n), n, nothing)
+            .index;
 }
 
 void draw(const float* scores, int rows, int n, std::byte* generator, int64_t* tokens) {
@@ -118,20 +127,21 @@ void draw(const float* scores, int rows, int n, std::byte* generator, int64_t* t
   auto* words = reinterpret_cast<uint32_t*>(session->buffer(kWords, count * sizeof(uint32_t)));
   for (int row = 0; row < rows; ++row) {
     const float* here = scores + static_cast<size_t>(row) * static_cast<size_t>(n);
-    twister.draw(words, count, ops);
-    const float most = greatest(*session, ops, here, n).best;
+    const float most = greatest(*session, ops, here, n, [&] { twister.draw(words, count, ops); }).best;
     if (!std::isfinite(most))  // before anything is saved: no random number is used up
       throw std::invalid_argument("scores: the greatest of row " + std::to_string(row) + " is " +
                                   (std::isnan(most) ? "NaN"
                                    : most > 0       ? "inf"
                                                     : "-inf") +
                                   "; nothing can be drawn");
-    tokens[row] = best_of(*session, n, [&](int first, int size) {
-                    Found found{};
-                    found.best =
-                        ops.race(here + first, words + static_cast<size_t>(first) * 2, size, most, &found.index);
-                    return found;
-                  }).index;
+    auto race = [&](int first, int size) {
+      Found found{};
+      uint32_t* own = words + static_cast<size_t>(first) * 2;
+      ops.mersenne_temper(own, 2 * size, own);
+      found.best = ops.race(here + first, own, size, most, &found.index);
+      return found;
+    };
+    tokens[row] = best_of(*session, n, race, nothing).index;
   }
   twister.save();
 }

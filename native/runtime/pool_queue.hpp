@@ -11,11 +11,12 @@
 namespace ktinject::runtime {
 
 struct ThreadPool::Queue {
-  alignas(64) std::atomic<uint64_t> word{0};  // generation << 32 | tasks left
-  alignas(64) Share share;                    // of this call
-  int node = 0;                               // the same for every call, as the next one
-  int workers = 0;                            // whose home this is
-  alignas(64) std::atomic<int> finished{0};   // tasks finished by those workers
+  // All that a claim reads is in one cache line, which comes from the caller's core.
+  alignas(64) std::atomic<uint64_t> word{0};      // generation << 32 | tasks left
+  Share share;                                    // of the latest call that had tasks for it
+  int node = 0;                                   // the same for every call, as the next one
+  int workers = 0;                                // whose home this is
+  alignas(64) std::atomic<uint32_t> finished{0};  // tasks finished by those workers, of all calls so far
   // What its only worker is to bring nearer. Who is late may see parts of two lists, which does no harm.
   struct Fetched {
     std::atomic<const std::byte*> first{nullptr};

@@ -232,11 +232,11 @@ void ThreadPool::execute(Queue& queue, uint32_t left, int worker) {
 
 void ThreadPool::drain(uint32_t generation, int worker) {
   const int own = seat_of(worker).queue, node = seat_of(worker).node;
-  int done = 0;
   for (const int index : order_[static_cast<size_t>(own)]) {
     Queue& queue = queues_[static_cast<size_t>(index)];
     if (queue.node != node && !steal_.load(std::memory_order_relaxed) && queue.workers > 0) continue;
     uint64_t seen = queue.word.load(std::memory_order_acquire);
+    uint32_t done = 0;
     for (;;) {
       const auto left = static_cast<uint32_t>(seen);
       if (static_cast<uint32_t>(seen >> 32) != generation || left == 0) break;
@@ -247,9 +247,10 @@ void ThreadPool::drain(uint32_t generation, int worker) {
       look_for_interrupt();
       seen = queue.word.load(std::memory_order_acquire);
     }
+    // Before others' queues are looked at, for the caller may wait for these tasks only. From then on the job may end,
+    // and what is claimed from another queue keeps it alive.
+    if (done > 0) queues_[static_cast<size_t>(own)].finished.fetch_add(done, std::memory_order_acq_rel);
   }
-  // One addition for all of a worker's tasks: its own unreported tasks keep the job alive meanwhile.
-  if (done > 0) queues_[static_cast<size_t>(own)].finished.fetch_add(done, std::memory_order_acq_rel);
 }
 
 // Workers have no check.
@@ -286,9 +287,10 @@ void ThreadPool::deal(std::span<const int> tasks, Steal steal, Wake wake) {
   dealt_.clear();
   const auto share_out = [&](size_t list) {
     const auto queues = static_cast<int>(dealt_.size());
+    const int each = tasks[list] / queues, more = tasks[list] % queues;
     for (int i = 0; i < queues; ++i)
-      shares_[static_cast<size_t>(dealt_[static_cast<size_t>(i)])] = {
-          static_cast<int>(list), i, queues, std::max(0, (tasks[list] - i + queues - 1) / queues)};
+      shares_[static_cast<size_t>(dealt_[static_cast<size_t>(i)])] = {static_cast<int>(list), i, queues,
+                                                                      each + (i < more ? 1 : 0)};
     dealt_.clear();
   };
   for (size_t n = 0; n < spans_.size() && (tasks.size() == 1 || n < tasks.size()); ++n) {
@@ -373,8 +375,8 @@ void ThreadPool::work(int worker) {
   }
 }
 
-int ThreadPool::finished() const {
-  int sum = 0;
+uint32_t ThreadPool::finished() const {
+  uint32_t sum = 0;
   for (int index = 0; index < queue_count_; ++index)
     sum += queues_[static_cast<size_t>(index)].finished.load(std::memory_order_acquire);
   return sum;
@@ -392,11 +394,13 @@ void ThreadPool::run(std::span<const int> tasks, Function function, void* contex
   cancelled_.store(false, std::memory_order_relaxed);
   steal_.store(steal == Steal::yes || alone, std::memory_order_relaxed);
   const uint32_t generation = ++generation_;
+  handed_out_ += static_cast<uint32_t>(all);
   deal(tasks, steal, wake);
+  // Queues without a task stay as they are, empty: each line that is written here has to come from another core.
   for (int index = 0; index < queue_count_; ++index) {
     Queue& queue = queues_[static_cast<size_t>(index)];
+    if (shares_[static_cast<size_t>(index)].total == 0) continue;
     queue.share = shares_[static_cast<size_t>(index)];
-    queue.finished.store(0, std::memory_order_relaxed);
     queue.word.store((uint64_t{generation} << 32) | static_cast<uint32_t>(queue.share.total),
                      std::memory_order_release);
   }
@@ -407,7 +411,7 @@ void ThreadPool::run(std::span<const int> tasks, Function function, void* contex
     for (int i = spared(steal, wake); i < spare_; ++i) publish(spare_news_[static_cast<size_t>(i)], generation);
   }
   drain(generation, 0);
-  for (int turn = 0; finished() != all && forks() == forks_; ++turn) {
+  for (int turn = 0; finished() != handed_out_ && forks() == forks_; ++turn) {
     relax(turn);
     look_for_interrupt();
   }

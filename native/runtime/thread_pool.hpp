@@ -63,14 +63,14 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
   // exception of a task is rethrown here once all tasks have ended; those not begun by then are left out. Calls are
   // made within a Session.
   template <class Task>
-  void parallel_for(int tasks, Task&& task) {
+  void parallel_for(int tasks, Task&& task, Wake wake = Wake::all) {
     const int lists[] = {tasks};
     run(
         lists,
         [](void* context, int, int index, int worker) {
           (*static_cast<std::remove_reference_t<Task>*>(context))(index, worker);
         },
-        &task, Steal::yes, Wake::all);
+        &task, Steal::yes, wake);
   }
 
   // The same for task(list, index, worker) with tasks[i] tasks in list i. One list is for all workers; of several, at
@@ -196,7 +196,7 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
   }
   void take_seat();
   void pin(int worker);
-  int finished() const;
+  uint32_t finished() const;
   static void wake_some(News& news);
   void join_all();
   bool stopped() const { return failed_.load(std::memory_order_relaxed) || cancelled_.load(std::memory_order_relaxed); }
@@ -221,6 +221,7 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
   std::vector<Block> buffers_;
 
   uint32_t generation_ = 0;  // of the latest call
+  uint32_t handed_out_ = 0;  // tasks, by all calls; as many are finished when none runs
   News news_;
   // The last generation that a spare worker has a part in; of the last worker first.
   std::array<News, kMostSpare> spare_news_;

@@ -382,7 +382,7 @@ struct Step {
     step.position = 3;
     const attention::Cached held{keys.data(), DType::f32, {1, kHeads, kPlaces, kSize}};
     const attention::LayerCache cache{held, {values.data(), held.dtype, held.shape}};
-    decoder.forward(x.data(), step, {cache}, 0, 1, {}, y.data());
+    decoder.forward(x.data(), step, {cache}, 0, 1, {}, nullptr, y.data());
     int64_t token = -1;
     choose_greatest(y.data(), 1, kHidden, &token);
     y.push_back(static_cast<float>(token));
