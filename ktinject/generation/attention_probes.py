@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -41,6 +42,7 @@ class Turning:
     is_none        nothing is turned
     interleaved    cos and sin have the two of an angle beside each other, not all angles twice
     tuned          (e, f) of queries that are multiplied with 1 + f · log(1 + floor((position + 1) / e)); or none
+    scaled         queries are multiplied in fp32 with what the layer gives as `SCALE`, which is known elsewhere
     """
 
     by_neighbours: bool = False
@@ -48,6 +50,7 @@ class Turning:
     is_none: bool = False
     interleaved: bool = False
     tuned: tuple[float, float] | None = None
+    scaled: bool = False
 
 
 BY_HALVES = Turning()
@@ -125,16 +128,84 @@ def _keys_given(module: Any, children: dict[str, Stub], rotation: Any) -> Tensor
 
 
 class _TwoKeys:
-    """Stands for a cache that holds so many tokens, of which attention is given two: one with a value, one without."""
+    """Stands for a cache that holds so many tokens, of which attention is given two: one with a value, one without.
+
+    given  keys that it was to keep
+    """
 
     def __init__(self, length: int, keys: Tensor, values: Tensor) -> None:
         self._length, self._both = length, (keys, values)
+        self.given: list[Tensor] = []
 
-    def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.given.append(keys)
         return self._both
 
     def get_seq_length(self, *_: Any) -> int:
         return self._length
+
+
+class _Weighing:
+    """Runs an attention on one token, whose query meets two keys: one whose product with it is 1, which has a value,
+    and one of zeros without. Arguments as of `turning`.
+    """
+
+    def __init__(self, module: Any, heads: Sequence[str], norms: Sequence[str], gate: str) -> None:
+        size = module.head_dim
+        made = {
+            name: getattr(module.get_submodule(name), "out_features", 0)
+            for name in _there(module, (*heads[:3], gate))
+        }
+        groups = made[heads[1]] // size
+        query = random(1, 1, size, seed=4).double()
+        wanted = _norm(query) if norms else query
+        both = torch.stack([torch.zeros(size), (wanted / wanted.square().sum()).flatten()])
+        self._keys = both.double().expand(1, groups, 2, size)
+        value = made[heads[2]] // groups if heads[2] in made else size
+        self._values = torch.tensor([0.0, 1.0]).double()[:, None].expand(1, groups, 2, value)
+        self._module, self._seen = module, list[Tensor]()
+        self._children: dict[str, Any] = {
+            **{name: Stub(functools.partial(_zeros, width)) for name, width in made.items()},
+            heads[0]: Stub(lambda x: query.repeat(1, 1, made[heads[0]] // size)),
+            heads[3]: Stub(self._given),
+            **dict.fromkeys((*norms, *_there(module, ("v_norm",))), Stub(_norm)),
+        }
+        zeros = torch.zeros(1, 1, size, dtype=torch.float64)
+        few = zeros[..., : size // 2]
+        self._rotations: list[Any] = [(zeros.cos(), zeros), (few.cos(), few), torch.polar(few.cos(), few)]
+        sinks = getattr(module, "sinks", None)
+        if sinks is not None:  # which are to have no part in it
+            self._children["sinks"] = torch.full(sinks.shape, -1e9, dtype=torch.float64)
+
+    def _given(self, x: Tensor) -> Tensor:
+        self._seen.append(x)
+        return x
+
+    def at(self, position: int, **more: Any) -> tuple[Tensor, Tensor]:
+        """The weight of the key for a query there, and the key that it leaves in the cache.
+
+        more    what else the forward takes
+        Raises  whatever transformers' code does where it is given what it is not made for
+        """
+        while True:
+            cache = _TwoKeys(position, self._keys, self._values)
+            try:
+                run_twin(
+                    self._module,
+                    self._children,
+                    random(1, 1, 8).double(),
+                    position_embeddings=self._rotations[0],
+                    attention_mask=None,
+                    position_ids=torch.tensor([[position]]),
+                    **{compat.CACHE: cache},
+                    **beside(self._module),
+                    **more,
+                )
+                return self._seen[-1].flatten()[0], cache.given[-1]
+            except Exception:
+                self._rotations.pop(0)
+                if not self._rotations or self._seen:
+                    raise
 
 
 # Positions at which queries are looked at, by which some models multiply them.
@@ -144,62 +215,14 @@ _POSITIONS = (0, 1, 1000, 4095, 4096, 8191, 8192, 20000, 100_000, 1_000_000)
 @twin.on_cpu()
 def tuned_queries(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str = "") -> Any:
     """`Turning.tuned`, or a Support: queries depend on their position in another way. Arguments as of `turning`."""
-    size = module.head_dim
-    made = {
-        name: getattr(module.get_submodule(name), "out_features", 0)
-        for name in _there(module, (*heads[:3], gate))
-    }
-    groups = made[heads[1]] // size
-    query = random(1, 1, size, seed=4).double()
-    wanted = _norm(query) if norms else query
-    both = torch.stack([torch.zeros(size), (wanted / wanted.square().sum()).flatten()])
-    keys = both.double().expand(1, groups, 2, size)
-    value = made[heads[2]] // groups if heads[2] in made else size
-    values = torch.tensor([0.0, 1.0]).double()[:, None].expand(1, groups, 2, value)
-    seen: list[Tensor] = []
-
-    def given(x: Tensor) -> Tensor:
-        seen.append(x)
-        return x
-
-    children: dict[str, Any] = {
-        **{name: Stub(functools.partial(_zeros, width)) for name, width in made.items()},
-        heads[0]: Stub(lambda x: query.repeat(1, 1, made[heads[0]] // size)),
-        heads[3]: Stub(given),
-        **dict.fromkeys((*norms, *_there(module, ("v_norm",))), Stub(_norm)),
-    }
-    zeros = torch.zeros(1, 1, size, dtype=torch.float64)
-    few = zeros[..., : size // 2]
-    rotations: list[Any] = [(zeros.cos(), zeros), (few.cos(), few), torch.polar(few.cos(), few)]
-    sinks = getattr(module, "sinks", None)
-    if sinks is not None:  # which are to have no part in it
-        children["sinks"] = torch.full(sinks.shape, -1e9, dtype=torch.float64)
-
-    def at(position: int) -> Tensor:
-        """The output for a query there, which says how it compares with the key."""
-        run_twin(
-            module,
-            children,
-            random(1, 1, 8).double(),
-            position_embeddings=rotations[0],
-            attention_mask=None,
-            position_ids=torch.tensor([[position]]),
-            **{compat.CACHE: _TwoKeys(position, keys, values)},
-            **beside(module),
-        )
-        return seen[-1].flatten()[0]
-
-    while True:
-        try:
-            # Whatever grows with the position shows between these.
-            if torch.equal(at(_POSITIONS[0]), at(_POSITIONS[-1])):
-                return None
-            found = torch.stack([at(position) for position in _POSITIONS])
-            break
-        except Exception as error:  # transformers' own code, given what it may not be made for
-            rotations.pop(0)
-            if not rotations or seen:
-                return refusal_of(error)
+    weighing = _Weighing(module, heads, norms, gate)
+    try:
+        # Whatever grows with the position shows between these.
+        if torch.equal(weighing.at(_POSITIONS[0])[0], weighing.at(_POSITIONS[-1])[0]):
+            return None
+        found = torch.stack([weighing.at(position)[0] for position in _POSITIONS])
+    except Exception as error:  # transformers' own code, given what it may not be made for
+        return refusal_of(error)
     every, factor = (getattr(module, name, None) for name in ("floor_scale", "attn_scale"))
     if isinstance(every, (int, float)) and isinstance(factor, (int, float)) and every > 1 and not gate:
         places = torch.tensor(_POSITIONS, dtype=torch.float32) + 1
@@ -207,6 +230,35 @@ def tuned_queries(module: Any, heads: Sequence[str], norms: Sequence[str], gate:
         if torch.allclose(found, torch.sigmoid(times * module.scaling), rtol=1e-5, atol=1e-6):
             return float(every), float(factor)
     return Support.no(f"the queries of its {type(module).__name__} depend on their position in another way")
+
+
+# What BEAM's layers give attention to multiply queries with.
+SCALE = "attention_scaling"
+
+
+def takes_scale(module: Any) -> bool:
+    """Whether a module's forward has an argument `SCALE`."""
+    return SCALE in inspect.signature(type(module).forward).parameters
+
+
+@twin.on_cpu()
+def scaled_queries(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str = "") -> bool | Support:
+    """`Turning.scaled`, or why that is not known. Arguments as of `turning`."""
+    if not takes_scale(module):
+        return False
+    weighing = _Weighing(module, heads, norms, gate)
+    try:
+        plain, key = weighing.at(0)
+        for times in (0.5, 3.0):
+            found, other = weighing.at(0, **{SCALE: torch.full((1, 1, 1, 1), times)})
+            want = torch.sigmoid(torch.tensor(times * module.scaling)) / torch.sigmoid(
+                torch.tensor(module.scaling)
+            )
+            if not torch.equal(key, other) or not torch.allclose(found / plain, want.double(), rtol=1e-5):
+                return Support.no(f"{type(module).__name__} makes something else of {SCALE}")
+    except Exception as error:  # transformers' own code, given what it may not be made for
+        return refusal_of(error)
+    return True
 
 
 @dataclass(frozen=True)
@@ -218,15 +270,18 @@ class Outputs:
            before the output projection; none: there is no such
     normed by a norm called v_norm, of a head's values
     keys   are what values are made of, too: what the projection gives, before it is normed and turned
+    biased a parameter `GATE_BIAS` is added to what the gate's projection gives, each head's to all of its gates
     """
 
     scale: float = 1.0
     gate: Literal["none", "sigmoid", "softplus"] = "none"
     normed: bool = False
     keys: bool = False
+    biased: bool = False
 
 
 PLAIN_OUTPUTS = Outputs()
+GATE_BIAS = "gate_bias"
 
 
 def outputs(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str = "") -> Outputs | Support:
@@ -259,6 +314,10 @@ def outputs(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str =
         children[gate] = Stub(lambda _: gates)
     if sinks is not None:  # which are to have no part in it
         children["sinks"] = torch.full(sinks.shape, -1e9, dtype=torch.float64, device="cpu")
+    biased = bool(gate) and getattr(module, GATE_BIAS, None) is not None
+    bias = random(queries, seed=8).double()
+    if biased:
+        children[GATE_BIAS] = bias
     try:
         run_twin(
             module,
@@ -275,7 +334,8 @@ def outputs(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str =
     split = _norm(split) if normed else split
     by_gate = {"none": torch.ones_like(split)}
     if gate:
-        of_heads = gates.view(queries, -1).expand_as(split)
+        of_heads = gates.view(queries, -1) + bias[:, None] * biased
+        of_heads = of_heads.expand_as(split)
         by_gate = {"sigmoid": of_heads.sigmoid(), "softplus": functional.softplus(of_heads)}
     for name, factors in by_gate.items():
         want = (split * factors).flatten()
@@ -284,7 +344,7 @@ def outputs(module: Any, heads: Sequence[str], norms: Sequence[str], gate: str =
             break
         scale = float(f"{((found * want).sum() / (want * want).sum()).item():.6g}")
         if scale > 0 and torch.allclose(found, scale * want, rtol=1e-4, atol=1e-5):
-            return Outputs(scale, name, normed, of_keys)  # type: ignore[arg-type]
+            return Outputs(scale, name, normed, of_keys, biased)  # type: ignore[arg-type]
     return Support.no(f"{type(module).__name__} makes something else of values")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, NamedTuple
 
@@ -197,6 +197,8 @@ def _times(found: Any, factor: float) -> Any:
 class Gating:
     """What is made of gate and up: silu(min(gate, gate_max)) · (clamp(up, -up_limit, up_limit) + up_offset), where
     silu(x) = x · sigmoid(alpha · x); or with another activation in its place.
+
+    is_wide  of a model in 16 bits, the product alone is rounded, not what the activation gives
     """
 
     alpha: float = 1.0
@@ -204,6 +206,7 @@ class Gating:
     up_limit: float = inf
     up_offset: float = 0.0
     activation: str = "silu"
+    is_wide: bool = False
 
 
 # Those that the native core has in dense units.
@@ -237,7 +240,26 @@ def gating(module: nn.Module, names: Sequence[str]) -> Gating | Support:
         return Support.no(f"its {type(module).__name__} is no gated unit with SiLU, or GELU by tanh")
     if found.activation != "silu" and found.alpha != 1.0:
         return Support.no(f"the {found.activation} of its {type(module).__name__} is of a multiple")
-    return Gating(found.alpha, found.gate_max, found.up_limit, found.up_offset, found.activation)
+    plain = Gating(found.alpha, found.gate_max, found.up_limit, found.up_offset, found.activation)
+    is_plain = plain == Gating(activation=found.activation)
+    return replace(plain, is_wide=is_plain and _is_wide(module, names, plain.activation))
+
+
+def _is_wide(module: nn.Module, names: Sequence[str], activation: str) -> bool:
+    """`Gating.is_wide`. Where that cannot be tried out it is taken not to be so: it is a rounding more."""
+    gate, up = (3 * random(ROWS, 64, seed=seed).bfloat16() for seed in (1, 2))
+    given = (gate, up) if len(names) == 3 else (torch.cat([gate, up], -1),)
+    stubs = [Stub(lambda _, value=value: value) for value in given]
+    function = (
+        functional.silu if activation == "silu" else functools.partial(functional.gelu, approximate="tanh")
+    )
+    try:
+        found = run_twin(module, dict(zip(names, [*stubs, Stub(lambda h: h)], strict=True)), gate)
+        with twin.on_cpu():
+            wide = (function(gate.float()) * up.float()).bfloat16()
+            return torch.equal(found, wide) and not torch.equal(found, function(gate) * up)
+    except Exception:  # transformers' own code, given what it may not be made for
+        return False
 
 
 def is_plain_squared_relu(module: nn.Module, names: Sequence[str]) -> Support:

@@ -27,7 +27,7 @@ from ktinject.generation import (
     recurrent_spec,
     streams_spec,
 )
-from ktinject.generation.attention_probes import BY_HALVES, PLAIN_OUTPUTS, Outputs, Turning
+from ktinject.generation.attention_probes import BY_HALVES, GATE_BIAS, PLAIN_OUTPUTS, Outputs, Turning
 from ktinject.generation.block_index_spec import BlockIndexSpec
 from ktinject.generation.compressed_spec import CompressorSpec, SharedKeyAttentionSpec
 from ktinject.generation.cpu import openmp
@@ -183,8 +183,13 @@ _LAYERS = (
     LayerNames(
         "self_attn", "mlp", behind_attention=_NORMS[1], behind_feed_forward="post_feedforward_layernorm"
     ),
-    # AFMoE has them before and behind.
-    LayerNames("self_attn", "mlp", _NORMS[0], "pre_mlp_layernorm", _NORMS[1], "post_mlp_layernorm"),
+    # AFMoE and BEAM have them before and behind.
+    *(
+        LayerNames(
+            "self_attn", "mlp", _NORMS[0], f"pre_{part}_layernorm", _NORMS[1], f"post_{part}_layernorm"
+        )
+        for part in ("mlp", "feedforward")
+    ),
     _usual("self_attn", "feed_forward", _NORMS),
     # Cohere's parts have one norm.
     LayerNames("self_attn", "mlp", _NORMS[0]),
@@ -315,7 +320,7 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
     if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
         return Support.no("it clips queries, keys and values (clip_qkv)")  # a first step may not reach it
     parameters = {name for name, _ in module.named_parameters(recurse=False)}
-    if parameters - {"sinks"}:
+    if parameters - {"sinks", GATE_BIAS if gate else ""}:
         return Support.no(f"{type(module).__name__} itself holds {', '.join(sorted(parameters))}")
     size, scaling, index = (getattr(module, name, None) for name in ("head_dim", "scaling", "layer_idx"))
     if not isinstance(size, int) or not isinstance(scaling, float) or not isinstance(index, int):
@@ -337,7 +342,10 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
     tuned = attention_probes.tuned_queries(module, heads, there, gate) if blocks is None else None
     if isinstance(tuned, Support):
         return tuned
-    turning = replace(turning, tuned=tuned)
+    scaled = attention_probes.scaled_queries(module, heads, there, gate)
+    if isinstance(scaled, Support):
+        return scaled
+    turning = replace(turning, tuned=tuned, scaled=scaled)
     made = {name: getattr(children.get(name), "out_features", 0) for name in heads[:3]}
     q, k, v = (made[name] for name in (heads[0], heads[1], heads[1] if missing else heads[2]))
     o = getattr(module.get_submodule(heads[3]), "in_features", 0)

@@ -74,6 +74,14 @@ void multiply_by_gate(float* sum, int values, float* gate, int gates, bool has_s
   ops.round(sum, count, step.dtype);
 }
 
+// gate [batch, gates] += bias [heads], each head's to all of its gates; both rounded.
+void add_to_heads(float* gate, const float* bias, int heads, int gates, const Step& step) {
+  const gemm::StepOps& ops = gemm::step_ops();
+  ops.round(gate, step.batch * gates, step.dtype);
+  for (int i = 0; i < step.batch * gates; ++i) gate[i] += bias[i % gates / (gates / heads)];
+  ops.round(gate, step.batch * gates, step.dtype);
+}
+
 }  // namespace
 
 std::vector<float> Undo::cut(int kept, std::initializer_list<int> parts) {
@@ -98,6 +106,9 @@ GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(conf
     throw std::invalid_argument("attention: a norm of values must be one of a head's " + std::to_string(value()));
   if (config_.chunked && config_.window == 0) throw std::invalid_argument("attention: chunks of how many tokens?");
   if (config_.tuned.every < 0) throw std::invalid_argument("attention: queries tuned by less than one position");
+  if (config_.power.every < 0) throw std::invalid_argument("attention: queries grow by less than one position");
+  if (config_.gate_bias != nullptr && config_.gate == nullptr)
+    throw std::invalid_argument("attention: a bias of gates that there are none of");
   if (config_.gate != nullptr && config_.gate->config().out_features != config_.heads)
     expect(config_.gate, config_.heads * value(), "the projection to gates");
   if (config_.gated && (config_.gate != nullptr || value() != config_.size))
@@ -186,6 +197,9 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
       if (config_.tuned)
         tune(config_.tuned, static_cast<float>(step.position_of(row)) + 1, step.dtype, false,
              {query, static_cast<size_t>(size)});
+      if (config_.power)
+        tune(config_.power, static_cast<float>(step.own_position(row)) + 1, step.dtype,
+             {query, static_cast<size_t>(size)});
     }
     for (int g = 0; g < groups; ++g) {
       float* one = k + product(row * groups + g, size);
@@ -233,6 +247,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     ops.round(gate, batch * heads * size, step.dtype);
     ops.gate_by_sigmoid(sum, gate, batch * heads * size, step.dtype);
   } else if (gates != 0) {
+    if (config_.gate_bias != nullptr) add_to_heads(gate, config_.gate_bias, heads, gates, step);
     multiply_by_gate(sum, heads * dv, gate, gates, config_.has_softplus, step);
   }
   config_.o->forward(sum, DType::f32, batch, out);

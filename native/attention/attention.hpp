@@ -134,7 +134,9 @@ struct GroupedAttentionConfig {
   Norm v_norm;                         // of a head's values (Gemma 4)
   // A row's tokens are cut into pieces of `window`, and a token attends to those of its own piece (Llama 4).
   bool chunked = false;
-  Steps tuned;  // of queries, for the position behind their own
+  Steps tuned;                       // of queries, for the position behind their own
+  Power power;                       // the same, where padding before a token is not counted
+  const float* gate_bias = nullptr;  // [heads], added to what `gate` gives their values (BEAM)
 };
 
 class GroupedAttention final : public DecoderAttention {

@@ -17,6 +17,10 @@ void tune(const Steps& by, float position, DType dtype, bool rounds, std::span<f
   multiply(times, dtype, values);
 }
 
+void tune(const Power& by, float position, DType dtype, std::span<float> values) {
+  multiply(std::exp(by.exponent * std::log1p(position / by.every)), dtype, values);
+}
+
 void tune(const Growth& by, int head, float position, DType dtype, std::span<float> values) {
   const auto round = gemm::step_ops().round;
   float parts[] = {std::log(position + 1), by.scale[head], by.bias[head]};

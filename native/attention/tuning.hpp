@@ -19,11 +19,18 @@ struct Growth {
   explicit operator bool() const { return scale != nullptr; }
 };
 
+// (1 + position / every)^exponent; every 0: nothing is (BEAM).
+struct Power {
+  float every = 0, exponent = 0;
+  explicit operator bool() const { return every > 0; }
+};
+
 // values *= times, rounded.
 void multiply(float times, DType dtype, std::span<float> values);
 
 // The same with what a position gives; rounds: so is what they are multiplied with.
 void tune(const Steps& by, float position, DType dtype, bool rounds, std::span<float> values);
+void tune(const Power& by, float position, DType dtype, std::span<float> values);
 void tune(const Growth& by, int head, float position, DType dtype, std::span<float> values);
 
 }  // namespace ktinject::attention

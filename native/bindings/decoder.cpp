@@ -405,7 +405,9 @@ void def_attention(nb::module_& m) {
              float scale, int window, std::optional<FloatVector> sinks, bool gated, bool neighbours, bool norms_last,
              int value, float value_scale, const gemm::Linear* gate, bool has_softplus,
              const attention::BlockIndex* index, const HeldNorm* v_norm, bool chunked, float tuned_every,
-             float tuned_factor) {
+             float tuned_factor, std::pair<float, float> power, std::optional<FloatVector> gate_bias) {
+            if (gate_bias && gate_bias->shape(0) != static_cast<size_t>(heads))
+              throw std::invalid_argument("attention: one bias of gates a head is needed");
             if (sinks && sinks->shape(0) != static_cast<size_t>(heads))
               throw std::invalid_argument("attention: one sink a head is needed");
             attention::GroupedAttentionConfig config{&q, &k, v, &o, norm_of(q_norm), norm_of(k_norm)};
@@ -426,6 +428,8 @@ void def_attention(nb::module_& m) {
             config.v_norm = norm_of(v_norm);
             config.chunked = chunked;
             config.tuned = {tuned_every, tuned_factor};
+            config.power = {power.first, power.second};
+            config.gate_bias = gate_bias ? gate_bias->data() : nullptr;
             new (self) attention::GroupedAttention(config);
           },
           nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v").none(), nb::arg("o"), nb::arg("q_norm").none(),
@@ -434,9 +438,10 @@ void def_attention(nb::module_& m) {
           nb::arg("norms_last") = false, nb::arg("value") = 0, nb::arg("value_scale") = 1.0f,
           nb::arg("gate").none() = nb::none(), nb::arg("has_softplus") = false, nb::arg("index").none() = nb::none(),
           nb::arg("v_norm").none() = nb::none(), nb::arg("chunked") = false, nb::arg("tuned_every") = 0.0f,
-          nb::arg("tuned_factor") = 0.0f, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(),
-          nb::keep_alive<1, 19>(), nb::keep_alive<1, 21>(), nb::keep_alive<1, 22>());
+          nb::arg("tuned_factor") = 0.0f, nb::arg("power") = std::pair(0.0f, 0.0f), nb::arg("gate_bias") = nb::none(),
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 19>(),
+          nb::keep_alive<1, 21>(), nb::keep_alive<1, 22>(), nb::keep_alive<1, 27>());
   def_gated_delta(m);
   def_decaying_state(m);
   def_short_convolution(m);

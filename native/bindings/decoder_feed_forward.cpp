@@ -17,23 +17,27 @@ void init_decoder_feed_forward(nb::module_& m) {
   nb::class_<decode::GatedUnit, decode::FeedForward>(
       m, "GatedUnit",
       "down(silu(min(gate(x), gate_max)) * (clamp(up(x), -up_limit, up_limit) + up_offset)), silu(x) = x * "
-      "sigmoid(alpha * x), or gelu_tanh in its place; without up, gate gives both.")
+      "sigmoid(alpha * x), or gelu_tanh in its place; without up, gate gives both. is_wide: the activation "
+      "is multiplied before it is rounded.")
       .def(
           "__init__",
           [](decode::GatedUnit* self, const gemm::Linear& gate, const gemm::Linear* up, const gemm::Linear& down,
-             float alpha, float gate_max, float up_limit, float up_offset, const std::string& activation) {
+             float alpha, float gate_max, float up_limit, float up_offset, const std::string& activation,
+             bool is_wide) {
             if (!(up_limit >= 0)) throw std::invalid_argument("feed-forward: up_limit must not be negative");
             new (self) decode::GatedUnit(
                 gate, up, down,
                 {alpha, gate_max, up_limit, up_offset,
                  one_of<gemm::ActivationKind>(
                      activation, "activation",
-                     {{"silu", gemm::ActivationKind::silu}, {"gelu_tanh", gemm::ActivationKind::gelu_tanh}})});
+                     {{"silu", gemm::ActivationKind::silu}, {"gelu_tanh", gemm::ActivationKind::gelu_tanh}}),
+                 is_wide});
           },
           nb::arg("gate"), nb::arg("up").none(), nb::arg("down"), nb::kw_only(), nb::arg("alpha") = 1.0f,
           nb::arg("gate_max") = std::numeric_limits<float>::infinity(),
           nb::arg("up_limit") = std::numeric_limits<float>::infinity(), nb::arg("up_offset") = 0.0f,
-          nb::arg("activation") = "silu", nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+          nb::arg("activation") = "silu", nb::arg("is_wide") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+          nb::keep_alive<1, 4>());
   nb::class_<decode::Normed, decode::FeedForward>(m, "Normed", "Another part between norms of what it takes and gives.")
       .def(
           "__init__",

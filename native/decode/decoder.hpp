@@ -49,6 +49,7 @@ struct Gating {
   float gate_max = std::numeric_limits<float>::infinity(), up_limit = std::numeric_limits<float>::infinity();
   float up_offset = 0;
   gemm::ActivationKind activation = gemm::ActivationKind::silu;
+  bool is_wide = false;  // the activation is multiplied with u before anything is rounded (BEAM)
 
   bool is_plain() const { return alpha == 1.0f && std::isinf(gate_max) && std::isinf(up_limit) && up_offset == 0.0f; }
 };

@@ -32,6 +32,8 @@ GatedUnit::GatedUnit(const gemm::Linear& gate, const gemm::Linear* up, const gem
   if (gating.activation != gemm::ActivationKind::silu &&
       (gating.activation != gemm::ActivationKind::gelu_tanh || gating.alpha != 1.0f))
     throw std::invalid_argument("feed-forward: the activation must be silu, or gelu_tanh without alpha");
+  if (gating.is_wide && !gating.is_plain())
+    throw std::invalid_argument("feed-forward: an activation that is not rounded beside limits");
   if (gate.config().out_features != inner() * (up == nullptr ? 2 : 1) ||
       (up != nullptr && up->config().out_features != inner()))
     throw std::invalid_argument("feed-forward: gate, up and down do not fit together");
@@ -63,8 +65,9 @@ void GatedUnit::forward(const float* x, DType dtype, int batch, const Rows& /*ro
   }
   ops.round(gate, count, dtype);
   ops.round(up, count, dtype);
-  if (gating_.is_plain()) ops.gate_up(gate, up, count, gating_.activation, dtype);
+  if (gating_.is_plain()) ops.gate_up(gate, up, count, gating_.activation, gating_.is_wide ? DType::f32 : dtype);
   else multiply(gate, up, count, dtype);
+  if (gating_.is_wide) ops.round(gate, count, dtype);
   down_.forward(gate, DType::f32, batch, out);
   ops.round(out, batch * down_.config().out_features, dtype);
 }

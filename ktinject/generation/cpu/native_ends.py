@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from ktinject.generation.attention_probes import SCALE, takes_scale
 from ktinject.generation.cpu.native_parts import UnknownLayer
 from ktinject.generation.layer_probes import Stub
 from ktinject.hf.layers import Layers
@@ -189,14 +190,80 @@ def widened_kinds(module: nn.Module, embed: str, rotary: str) -> tuple[str, ...]
     return tuple(sorted(found))
 
 
+# Positions at which a model is asked what it gives its layers by them, and what is known: (e, f) of queries that are
+# multiplied with (1 + (position + 1) / e)^f, as BEAM has it.
+_POSITIONS = (0, 1, 1000, 2047, 2048, 20_000, 100_000, 1_000_000)
+_POWERS = ((2048.0, 0.1),)
+NO_POWER = (0.0, 0.0)
+
+
+def query_powers(module: nn.Module, embed: str, rotary: str) -> list[tuple[float, float]]:
+    """By what each layer has its attention multiply queries: (e, f) as `_POWERS` has them; `NO_POWER`: by nothing.
+
+    module  owns embeddings, layers and rotary embedding, the first and the last under these names
+
+    Raises  UnknownLayer
+    """
+    layers: Any = module.get_submodule("layers")
+    if not any(takes_scale(child) for layer in layers for child in layer.children()):
+        return [NO_POWER] * len(layers)
+    given: dict[int, Any] = {}
+
+    def noting(index: int) -> Callable[..., Any]:
+        def note(x: Tensor, **kwargs: Any) -> Any:
+            given[index] = kwargs.get(SCALE)
+            return x, None
+
+        return note
+
+    def alone(index: int, layer: nn.Module) -> nn.Module:
+        children = {name: Stub(lambda x: x) for name, _ in layer.named_children()}
+        scaled = (name for name, child in layer.named_children() if takes_scale(child))
+        children |= {name: Stub(noting(index), names_kept=True) for name in scaled}
+        return twin.of(layer, children, hooks=False)
+
+    own: Any = module.get_submodule(embed)
+    stubs = {
+        embed: _standing_in(own, lambda ids: torch.zeros(*ids.shape, own.embedding_dim)),
+        "layers": twin.of(layers, {str(index): alone(index, layer) for index, layer in enumerate(layers)}),
+    }
+    if rotary in dict(module.named_children()):
+        stubs[rotary] = _standing_in(module.get_submodule(rotary), lambda x, *_, **__: (x, x))
+    positions = torch.tensor([_POSITIONS])
+    with _tried_out(), twin.on_cpu():
+        twin.run(
+            twin.of(module, stubs, hooks=False),
+            input_ids=torch.zeros_like(positions),
+            position_ids=positions,
+            use_cache=False,
+        )
+    return [_power(given.get(index)) for index in range(len(layers))]
+
+
+def _power(given: Any) -> tuple[float, float]:
+    """What queries are multiplied with at `_POSITIONS`, or None. Raises UnknownLayer."""
+    if given is None:
+        return NO_POWER
+    places = torch.tensor(_POSITIONS, dtype=torch.float64) + 1
+    for every, exponent in _POWERS:
+        want = (1 + places / every) ** exponent
+        if given.numel() == want.numel() and torch.allclose(given.flatten().double(), want, rtol=1e-5):
+            return every, exponent
+    raise UnknownLayer("the model scales queries by their position in another way")
+
+
 @dataclass(frozen=True)
 class Cap:
-    """What values come near, and never reach: by · tanh(x / by)."""
+    """What values come near, and never reach: by · tanh(x / by).
+
+    is_wide  in fp32, whatever they are
+    """
 
     by: float
+    is_wide: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.tanh(x / self.by) * self.by
+        return torch.tanh((x.float() if self.is_wide else x) / self.by) * self.by
 
 
 class _Given(MoeModelOutputWithPast):
@@ -224,8 +291,9 @@ def logits_scale(model: Any, path: str) -> Scale | Cap:
             changed = twin.of(model, held, without=("ktinject_decoding",), hooks=False)
             logits = twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        if isinstance(cap, (int, float)) and cap and torch.equal(Cap(cap)(given), logits):
-            return Cap(cap)
+        for capped in (Cap(cap), Cap(cap, is_wide=True)) if isinstance(cap, (int, float)) and cap else ():
+            if logits.dtype == capped(given).dtype and torch.equal(capped(given), logits):
+                return capped
         return Scale.between(given, logits) or Scale()
     except Exception:  # transformers' own code, given what it may not be made for
         return Scale()

@@ -6,13 +6,14 @@ the CPU.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ktinject import _native
 from ktinject.generation import compressed_probe, layer_spec, masks, streams_spec
+from ktinject.generation.attention_probes import GATE_BIAS
 from ktinject.generation.block_index_spec import BlockIndexSpec
 from ktinject.generation.cache_layers import LayerKind, kinds_of
 from ktinject.generation.cpu import native_ends, native_indexers, native_streams
@@ -100,11 +101,11 @@ class NativeLayers:
         asks = self.rotary is not None and not turned
         widened = native_ends.widened_kinds(self.module, embed, rotary) if asks else ()
         self.rotations = Rotations(self.rotary, model.config, weight[:1, None], turned, widened)
+        powers = native_ends.query_powers(self.module, embed, rotary)
         for index, (layer, kind) in enumerate(zip(self.layers, self.kinds)):
             try:
-                angles = self.rotations.columns(index)
-                is_interleaved = self.rotations.interleaves(index)
-                self.decoder.add(**_layer(layer, kind, weight.dtype, self.copies, angles, is_interleaved))
+                given = Given(self.rotations.columns(index), self.rotations.interleaves(index), powers[index])
+                self.decoder.add(**_layer(layer, kind, weight.dtype, self.copies, given))
             except (UnknownLayer, ValueError) as error:
                 raise UnknownLayer(f"layer {index}: {error}") from None
         self.least_compared = native_streams.least_compared(self.layers, self.kinds)
@@ -133,21 +134,29 @@ class NativeLayers:
         return len(self.layers)
 
 
+class Given(NamedTuple):
+    """What a model gives a layer that depends on positions.
+
+    angles          the columns of the rotation that are its kind's
+    is_interleaved  the two of an angle are beside each other
+    power           that queries are multiplied with, as `native_ends.query_powers` has it
+    """
+
+    angles: tuple[int, int]
+    is_interleaved: bool
+    power: tuple[float, float]
+
+
 def _layer(
     layer: nn.Module,
     kind: LayerKind,
     dtype: torch.dtype,
     copies: list[tuple[Tensor, Tensor]],
-    angles: tuple[int, int],
-    is_interleaved: bool,
+    given: Given,
 ) -> dict[str, Any]:
-    """What `_native.Decoder.add` takes for a layer.
-
-    angles          the columns of the rotation that are its kind's
-    is_interleaved  the model gives the two of an angle beside each other
-    """
+    """What `_native.Decoder.add` takes for a layer."""
     if streams_spec.is_layer(layer):
-        return native_streams.layer(layer, kind, dtype, copies, angles)
+        return native_streams.layer(layer, kind, dtype, copies, given.angles)
     spec = known(layer_spec.of_layer(layer))
 
     def norm_of(found: NormSpec | None) -> Any:
@@ -156,14 +165,14 @@ def _layer(
     unit = spec.feed_forward
     turns_nothing = isinstance(spec.attention, GroupedAttentionSpec) and spec.attention.turning.is_none
     turns_nothing |= isinstance(spec.attention, LatentAttentionSpec) and spec.attention.latent.rope == "none"
-    first_angle, count = (0, 0) if turns_nothing else angles
+    first_angle, count = (0, 0) if turns_nothing else given.angles
     sums = spec.sums or Sums.of_residual(spec.residual)
     if isinstance(spec.attention, GroupedAttentionSpec) and not turns_nothing:
-        if spec.attention.turning.interleaved != is_interleaved:
+        if spec.attention.turning.interleaved != given.is_interleaved and given.angles != (0, 0):
             raise UnknownLayer("it takes cos and sin in another order than the model gives them")
     return {
         "before_attention": norm_of(spec.input_norm),
-        "attention": _attention(spec.attention, layer, kind, dtype, copies),
+        "attention": _attention(spec.attention, layer, kind, dtype, copies, given.power),
         "behind_attention": norm_of(spec.attention_behind),
         "before_feed_forward": norm_of(spec.post_attention_norm),
         "feed_forward": None
@@ -186,20 +195,27 @@ def _attention(
     kind: LayerKind,
     dtype: torch.dtype,
     copies: list[tuple[Tensor, Tensor]],
+    power: tuple[float, float],
 ) -> Any:
-    """The twin of a layer's attention, or of what has its place; None: there is none, and nothing is kept."""
+    """The twin of a layer's attention, or of what has its place; None: there is none, and nothing is kept.
+
+    power  as `Given` has it
+    """
     chooses = isinstance(spec, LatentAttentionSpec) and spec.latent.chooses != "none"
     chooses |= isinstance(spec, GroupedAttentionSpec) and spec.index is not None
     if isinstance(spec, AttentionSpec) == kind.is_state or kind.indexed != chooses:
         what = "layer without attention" if spec is None else type(layer.get_submodule(spec.path)).__name__
         raise UnknownLayer(f"its cache is not what a {what} needs")
+    takes_power = isinstance(spec, GroupedAttentionSpec) and spec.turning.scaled
+    if power != native_ends.NO_POWER and not takes_power:
+        raise UnknownLayer("its attention does not scale queries by what the model gives for that")
     if spec is None:
         return None
     module: Any = layer.get_submodule(spec.path)
     if isinstance(spec, LatentAttentionSpec):
         return _latent(spec, module, kind, dtype, copies)
     if isinstance(spec, GroupedAttentionSpec):
-        return _grouped(spec, module, kind, dtype, copies)
+        return _grouped(spec, module, kind, dtype, copies, power)
     return state_twin(spec, module, dtype, copies)
 
 
@@ -209,6 +225,7 @@ def _grouped(
     kind: LayerKind,
     dtype: torch.dtype,
     copies: list[tuple[Tensor, Tensor]],
+    power: tuple[float, float],
 ) -> Any:
     """Attention with projections to heads, and maybe a norm of queries and keys by heads."""
     q, k = child_of(module, "q_proj", CpuLinear), child_of(module, "k_proj", CpuLinear)
@@ -241,6 +258,8 @@ def _grouped(
         index=None if spec.index is None else _block_index(spec.index, module.indexer, dtype),
         tuned_every=tuned[0],
         tuned_factor=tuned[1],
+        power=power,
+        gate_bias=wide(module.get_parameter(GATE_BIAS), copies) if spec.outputs.biased else None,
     )
 
 

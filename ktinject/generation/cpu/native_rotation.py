@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ktinject.generation.cpu.native_parts import UnknownLayer
 
-# cos and sin [b, n, …] of each kind of layer; empty where the model turns nothing.
+# cos and sin [b, n, …] of each kind of layer that turns something; empty where none does.
 Rotation = list[tuple[Tensor, Tensor]]
 
 
@@ -29,16 +29,20 @@ class Rotations:
         self._rotary, self._axes, self._widened = rotary, 0, widened
         text = config.get_text_config()
         types = [*named] or getattr(text, "layer_types", None) or []
-        # Of models that have one for each kind of layer: the kinds, and each layer's.
+        # Of models that have one for each kind of layer: the kinds that have one, and each layer's; -1: none.
+        self._by_kind = (
+            rotary is not None and "layer_type" in inspect.signature(type(rotary).forward).parameters
+        )
         self._names: list[str] = []
-        if rotary is not None and "layer_type" in inspect.signature(type(rotary).forward).parameters:
-            self._names = sorted({*types})
+        if self._by_kind:
+            given = getattr(text, "rope_parameters", None) or {}
+            self._names = [name for name in sorted({*types}) if given.get(name, given) is not None]
             if len(types) != text.num_hidden_layers:
                 raise UnknownLayer(
                     f"its config has {len(types)} layer_types, the model {text.num_hidden_layers} layers"
                 )
-        self._kind = [self._names.index(name) if self._names else 0 for name in types]
-        buffers = ["_".join((name, "inv_freq")) for name in self._names] or ["inv_freq"]
+        self._kind = [self._names.index(name) if name in self._names else -1 for name in types]
+        buffers = [f"{name}_inv_freq" for name in self._names] if self._by_kind else ["inv_freq"]
         self._frequencies = [getattr(rotary, name, torch.empty(0)).shape[-1] for name in buffers]
         try:
             found = self._find_axes(x)
@@ -64,7 +68,7 @@ class Rotations:
             return []
         if self._axes:
             positions = positions.expand(self._axes, *positions.shape)
-        if self._names:
+        if self._by_kind:
             wide = x.float() if self._widened else x
             given = [wide if name in self._widened else x for name in self._names]
             return [parts_of(self._rotary(one, positions, name)) for one, name in zip(given, self._names)]
@@ -72,24 +76,29 @@ class Rotations:
 
     def of_layer(self, rotation: Rotation, index: int) -> tuple[Tensor, Tensor] | None:
         """What a layer is given."""
-        return rotation[self._kind[index] if self._names else 0] if rotation else None
+        kind = self._kind[index] if self._by_kind else 0
+        return rotation[kind] if rotation and kind >= 0 else None
 
     def given(self, rotation: Any, index: int) -> Any:
         """What a layer takes of what it is given: that of its kind, where there are those of all."""
-        if isinstance(rotation, dict) and self._names:
-            rotation = rotation.get(self._names[self._kind[index]])
+        if isinstance(rotation, dict) and self._by_kind:
+            kind = self._kind[index]
+            rotation = rotation.get(self._names[kind]) if kind >= 0 else None
         return parts_of(rotation)
 
     def columns(self, index: int) -> tuple[int, int]:
         """Where what a layer turns by begins in `side_by_side`, and how many columns it has; (0, -1): all."""
-        if not self._names:
+        if not self._by_kind:
             return 0, -1
         kind = self._kind[index]
+        if kind < 0:
+            return 0, 0
         return sum(self._widths[:kind]), self._widths[kind]
 
     def interleaves(self, index: int) -> bool:
         """Whether a layer is given the two values of an angle beside each other."""
-        return bool(self._interleaved) and self._interleaved[self._kind[index] if self._names else 0]
+        kind = self._kind[index] if self._by_kind else 0
+        return bool(self._interleaved) and kind >= 0 and self._interleaved[kind]
 
     def side_by_side(self, rotation: Rotation, row: Any) -> tuple[Tensor | None, Tensor | None]:
         """cos and sin [b, all columns] of a token or a row."""
