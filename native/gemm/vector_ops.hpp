@@ -34,9 +34,9 @@ struct VectorOps {
   // zero_point. group_sum [ceil(padded_k / group_size)], where not null: sums of the quantised values, zero point left
   // out.
   // Outliers are left out of all that, as zeros: the values above a limit, which is max|x| at first. It is halved i
-  // times, for i from 1 on, where that adds no more than 2^i outliers, and from there again; 10 times in all. There are
-  // at most kMost and one of kLeastInputs inputs, and none in a row with a NaN or an infinity, or where `outliers` is
-  // null.
+  // times, for i from 1 on, where that adds no more than 2^i outliers, one of them at least 1.25 times the limit, and
+  // from there again; 10 times in all. There are at most kMost and one of kLeastInputs inputs, and none in a row with a
+  // NaN or an infinity, or where `outliers` is null.
   float (*quantise_row)(const void* x, DType dtype, int k, int padded_k, int zero_point, int group_size, uint8_t* out,
                         int32_t* group_sum, Outliers* outliers);
 

@@ -89,10 +89,12 @@ struct Runs {
   u32 most_of[kMost];
 };
 
-// The limit above which values of a row are outliers; the largest magnitude if none is.
+// The limit above which values of a row are outliers; the largest magnitude if none is. Values that are hardly above it
+// are not worth it: rows have such in channels of their own, and the steps would be as much finer as they are above it.
 template <class T>
 static u32 outlier_limit(const Runs<T>& runs) {
   constexpr u32 kHalvings = 10;
+  constexpr float kWorth = 1.25f;
   u32 limit = runs.most, taken_at = 0;
   if (limit >= 0x7f800000u) return limit;
   const int room =
@@ -105,7 +107,9 @@ static u32 outlier_limit(const Runs<T>& runs) {
     if (least > enough) continue;
     const int above = runs.above(half, room);
     if (above > room) break;
-    if (above <= enough) limit = half, taken = above, taken_at = i;
+    if (above > enough) continue;
+    if (above > taken && runs.above(as_bits(as_float(half) * kWorth), taken) <= taken) continue;
+    limit = half, taken = above, taken_at = i;
   }
   return limit;
 }
