@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import about, add_arguments, record
 
 import ktinject
 from ktinject.errors import KTInjectError
@@ -56,7 +57,7 @@ def rate(model: Any, steps: int) -> float:
     return float(benchmark.decode(model, steps, 1, depth=DEPTH).mean)
 
 
-def measured(name: str, steps: int, turns: int) -> str:
+def measured(name: str, steps: int, turns: int) -> dict[str, Any]:
     model = built(name).bfloat16()
     model = ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
     layers = len(next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1))
@@ -69,7 +70,14 @@ def measured(name: str, steps: int, turns: int) -> str:
         slow.append(rate(model, max(4, steps // 4)))
         hook.remove()
     native, own = 1e3 / statistics.median(fast), 1e3 / statistics.median(slow)
-    return f"| {name} | {layers} | {own:.2f} | {native:.2f} | {own / native:.1f} | {how}{': ' + why if why else ''} |"
+    return {
+        "family": name,
+        "layers": layers,
+        "own_ms": f"{own:.2f}",
+        "native_ms": f"{native:.2f}",
+        "ratio": f"{own / native:.1f}",
+        "how": f"{how}: {why}" if why else how,
+    }
 
 
 def main() -> None:
@@ -77,15 +85,33 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=ALL)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--turns", type=int, default=3)
+    add_arguments(parser)
     arguments = parser.parse_args()
     logging.getLogger("ktinject").setLevel(logging.ERROR)  # that a model has hooks is meant
+    lines = []
     print("| family | layers | own steps, ms a token | native | ratio | how |\n|---|---|---|---|---|---|")
     for name in arguments.families:
         try:
-            print(measured(name, arguments.steps, arguments.turns), flush=True)
+            found = measured(name, arguments.steps, arguments.turns)
+            print("|", " | ".join(map(str, found.values())), "|", flush=True)
+            times = {"us": 1e3 * float(found["native_ms"]), "peer_us": 1e3 * float(found["own_ms"])}
+            more = {"benchmark": "tiny steps", "tokens": 1, "weights": "bf16", "peer": "transformers' steps"}
+            lines.append(
+                about(
+                    arguments,
+                    name,
+                    found["layers"],
+                    **more,
+                    **times,
+                    ratio=found["ratio"],
+                    kernel=found["how"],
+                )
+            )
         except (KTInjectError, ValueError) as error:
             print(f"| {name} | {type(error).__name__}: {str(error).splitlines()[0]} |", flush=True)
         gc.collect()
+    if arguments.csv:
+        record(lines, arguments.csv)
 
 
 if __name__ == "__main__":
