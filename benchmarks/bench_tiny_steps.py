@@ -2,6 +2,7 @@
 
     python benchmarks/bench_tiny_steps.py                     # all families, four layers where a config takes that
     python benchmarks/bench_tiny_steps.py --families gpt_oss qwen3_next --turns 7
+    python benchmarks/bench_tiny_steps.py --beams 4           # of a beam search, a step of so many rows
 
 At these sizes nearly nothing is read, so what is timed is what a step costs beside its weights. Both are the same
 swapped model in the same process, in turns; own steps are those of a model with a hook, which runs transformers' loop.
@@ -14,6 +15,7 @@ import gc
 import logging
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,21 +55,39 @@ def built(name: str) -> Any:
         return models.tiny(name)
 
 
-def rate(model: Any, steps: int) -> float:
-    return float(benchmark.decode(model, steps, 1, depth=DEPTH).mean)
+def rate(model: Any, steps: int, beams: int) -> float:
+    """Steps a second."""
+    if beams == 1:
+        return float(benchmark.decode(model, steps, 1, depth=DEPTH).mean)
+    ids = torch.randint(3, 88, (1, DEPTH), generator=torch.Generator().manual_seed(0))
+
+    def seconds(new: int) -> float:
+        begun = time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            num_beams=beams,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        return time.perf_counter() - begun
+
+    prompt = seconds(1)  # and no step
+    return steps / (seconds(steps + 1) - prompt)
 
 
-def measured(name: str, steps: int, turns: int) -> dict[str, Any]:
+def measured(name: str, steps: int, turns: int, beams: int) -> dict[str, Any]:
     model = built(name).bfloat16()
     model = ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
     layers = len(next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1))
-    rate(model, 8)  # layers are compared, caches made
+    rate(model, 8, beams)  # layers are compared, caches made
     fast, slow = [], []
     for _ in range(turns):
-        fast.append(rate(model, steps))
+        fast.append(rate(model, steps, beams))
         how, why = model.ktinject_decoding.last, model.ktinject_decoding.reason
         hook = model.register_forward_pre_hook(lambda *_: None)
-        slow.append(rate(model, max(4, steps // 4)))
+        slow.append(rate(model, max(4, steps // 4), beams))
         hook.remove()
     native, own = 1e3 / statistics.median(fast), 1e3 / statistics.median(slow)
     return {
@@ -85,6 +105,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=ALL)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--beams", type=int, default=1)
     add_arguments(parser)
     arguments = parser.parse_args()
     logging.getLogger("ktinject").setLevel(logging.ERROR)  # that a model has hooks is meant
@@ -92,10 +113,15 @@ def main() -> None:
     print("| family | layers | own steps, ms a token | native | ratio | how |\n|---|---|---|---|---|---|")
     for name in arguments.families:
         try:
-            found = measured(name, arguments.steps, arguments.turns)
+            found = measured(name, arguments.steps, arguments.turns, arguments.beams)
             print("|", " | ".join(map(str, found.values())), "|", flush=True)
             times = {"us": 1e3 * float(found["native_ms"]), "peer_us": 1e3 * float(found["own_ms"])}
-            more = {"benchmark": "tiny steps", "tokens": 1, "weights": "bf16", "peer": "transformers' steps"}
+            more = {
+                "benchmark": "tiny steps",
+                "tokens": arguments.beams,
+                "weights": "bf16",
+                "peer": "transformers' steps",
+            }
             lines.append(
                 about(
                     arguments,
