@@ -24,6 +24,7 @@ from ktinject.generation.cache_layers import (
     BucketLayer,
     IndexedBucketLayer,
     LayerKind,
+    PooledBucketLayer,
     States,
     empty,
     fill_rows,
@@ -280,7 +281,8 @@ class FixedCache:
                 if kept is not None:
                     layers.append(kept.layer(tensors[0], self.cache_position, place, kind.window, size))
                 elif kind.indexed:
-                    layers.append(IndexedBucketLayer(tensors, self.cache_position, place, kind.window))
+                    made_as = PooledBucketLayer if kind.is_pooled else IndexedBucketLayer
+                    layers.append(made_as(tensors, self.cache_position, place, kind.window))
                 else:
                     keys, values = tensors
                     layers.append(BucketLayer(keys, values, self.cache_position, place, kind.window))

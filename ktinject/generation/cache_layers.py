@@ -38,6 +38,7 @@ class LayerKind:
     indexed     beside keys and values, keys of an index by which attention chooses tokens; or room for them
     is_chunked  a row's tokens, less the padding before them, are cut into pieces of `window`, and a step sees its own
                 piece up to itself
+    is_pooled   tokens that follow each other share a key of the index, made anew in each step of what it keeps of them
     rate        beside its window, a step sees one compressed key for each so many tokens, see compressed.py; None: it
                 sees none
     """
@@ -47,6 +48,7 @@ class LayerKind:
     indexed: bool = False
     is_chunked: bool = False
     rate: int | None = None
+    is_pooled: bool = False
 
 
 ALL_TOKENS = LayerKind()
@@ -193,6 +195,13 @@ class IndexedBucketLayer(BucketLayer):
         return self.idx_keys
 
 
+class PooledBucketLayer(IndexedBucketLayer):
+    """The same of an index whose tokens share keys. It asks how many tokens there are when it has kept the new one."""
+
+    def get_seq_length(self) -> Any:
+        return self.cache_position + 1
+
+
 def kind_of(layer: Any) -> LayerKind:
     """Of a layer of transformers' caches; a static one's window is cut to its length.
 
@@ -225,6 +234,8 @@ def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
     for index, name in enumerate((types or ())[: len(kinds)]):
         if name == "chunked_attention" and kinds[index].window is not None:
             kinds[index] = replace(kinds[index], is_chunked=True)
+    if getattr(text, "index_kpool", None) is not None:
+        kinds = [replace(kind, is_pooled=kind.indexed) for kind in kinds]
     return kinds
 
 

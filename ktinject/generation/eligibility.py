@@ -171,9 +171,13 @@ def _padding_support(model: PreTrainedModel, cache: Any, mask: Any) -> Support:
     Of blocks that are padding alone, attention sees nothing. transformers then takes the mean of all that its cache has
     room for, so what it gives depends on the cache.
     """
-    if not isinstance(mask, Tensor) or not any(
-        kind.indexed for kind in map(cache_layers.kind_of, cache.layers)
-    ):
+    if not isinstance(mask, Tensor):
+        return SUPPORTED
+    # No recorded step on a GPU has such an index.
+    if mask.dim() == 2 and mask.device.type == "cpu" and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        if any(kind.is_pooled for kind in cache_layers.kinds_of(model.config)):
+            return Support.no("a row has padding between its tokens, of which an index makes pools")
+    if not any(kind.indexed for kind in map(cache_layers.kind_of, cache.layers)):
         return SUPPORTED
     block = block_index_spec.shortest_block(model)
     if block is None or mask.shape[1] < block or bool((mask[:, :block] != 0).any(1).all()):

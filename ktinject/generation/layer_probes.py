@@ -276,9 +276,9 @@ def is_plain_squared_relu(module: nn.Module, names: Sequence[str]) -> Support:
     return Support.no(f"its {type(module).__name__} is no unit with a squared ReLU")
 
 
-def is_forget_gate(module: Any, heads: int, size: int) -> Support:
-    """Whether a module gives -exp(A_log) · softplus(f_b_proj(f_a_proj(x)) + dt_bias), [b, m, heads, size]; A_log is a
-    head's.
+def forget_gate(module: Any, heads: int, size: int) -> float | Support:
+    """The bound of a module that gives bound · sigmoid(exp(A_log) · y), [b, m, heads, size], of y =
+    f_b_proj(f_a_proj(x)) + dt_bias; 0.0: it gives -exp(A_log) · softplus(y). A_log is a head's.
     """
     rates, bias = random(heads, seed=6), random(heads * size, seed=7)
     given = 12 * random(1, ROWS, heads * size, seed=8)  # some beyond what softplus leaves as it is
@@ -296,15 +296,19 @@ def is_forget_gate(module: Any, heads: int, size: int) -> Support:
         found = run_twin(module, changed, x)
     except Exception as error:
         return refusal_of(error)
-    want = functional.softplus(given + torch.sin(x).sum() + bias).view(1, ROWS, heads, size)
-    want = -rates.exp()[:, None] * want
-    if (
-        isinstance(found, Tensor)
-        and found.shape == want.shape
-        and torch.allclose(found, want, rtol=1e-4, atol=1e-5)
-    ):
-        return SUPPORTED
-    return Support.no(f"its {type(module).__name__} is no softplus with a rate a head")
+    y = (given + torch.sin(x).sum() + bias).view(1, ROWS, heads, size)
+    rates = rates.exp()[:, None]
+    bound = getattr(module, "safe_gate_lower_bound", None)
+    forms = {0.0: -rates * functional.softplus(y)}
+    if isinstance(bound, float) and bound < 0:
+        forms[bound] = bound * torch.sigmoid(rates * y)
+    for form, want in forms.items():
+        is_alike = isinstance(found, Tensor) and found.shape == want.shape
+        if is_alike and torch.allclose(found, want, rtol=1e-4, atol=1e-5):
+            return form
+    return Support.no(
+        f"its {type(module).__name__} is no softplus with a rate a head, and no bounded sigmoid"
+    )
 
 
 def is_norm_gated_by_sigmoid(module: Any, size: int, epsilon: float) -> Support:

@@ -8,6 +8,9 @@ instead of some that it makes itself:
     own masks     at a position beyond all windows: do they show the same, and are they of bool, or added to scores?
     one mask      does it reach every layer that attends, unchanged?
     named masks   else, does the model take a dict, and which name does each layer's mask have in it?
+
+Where an index keeps which tokens are padding, layers are told that of a step's own tokens alone, and such a step is
+given no mask.
 """
 
 from __future__ import annotations
@@ -103,7 +106,10 @@ def of_model(model: PreTrainedModel, kinds: Sequence[LayerKind] | None = None) -
     like = DynamicCache(config=model.config).layers
     kinds = kinds_of(model.config) if kinds is None else kinds
     # Compressed keys are seen beside those of a window, and hidden where they are made. What an index hides, it does.
-    kinds = [replace(kind, rate=None, indexed=False) for kind in kinds]
+    is_pooled = any(kind.is_pooled for kind in kinds)
+    if is_pooled and model.device.type != "cpu":
+        return Support.no("its index makes keys of pools of tokens in each step, as many as there are")
+    kinds = [replace(kind, rate=None, indexed=False, is_pooled=False) for kind in kinds]
     chunks = {kind.window for kind in kinds if kind.is_chunked}
     if any(kind.window in chunks for kind in kinds if not kind.is_chunked):
         return Support.no("some layers have chunks, and others a window, of as many tokens")
@@ -113,7 +119,7 @@ def of_model(model: PreTrainedModel, kinds: Sequence[LayerKind] | None = None) -
         try:
             probe = _Probe(model, like, kinds, longest + _BEYOND, more)
             with torch.no_grad():
-                return probe.found()
+                return probe.of_own_tokens() if is_pooled else probe.found()
         except Exception as error:  # transformers' own code, given what it may not be made for
             failed = failed or error
     return Support.no(f"its masks cannot be tried out: {type(failed).__name__}: {failed}")
@@ -177,6 +183,18 @@ class _Probe:
             return names
         attends = next(kind for kind in self._kinds if not kind.is_state)
         return Masks(names, attends, implementation_of(self._model), added)
+
+    def of_own_tokens(self) -> Masks | Support:
+        """The same of layers that are told which of a step's own tokens are no padding, and keep that in an index."""
+        mask = torch.ones(_ROWS, self._position + 1, dtype=torch.bool, device=self._device)
+        mask[0, :7] = False
+        for index, found in enumerate((*self._run(mask), *self._run(None))):
+            is_one = isinstance(found, Tensor) and found.dtype == torch.bool and found.shape == (_ROWS, 1)
+            if not is_one or not bool(found.all()):
+                return Support.no(
+                    f"layer {index % len(self._kinds)}: its mask is not of the step's tokens alone"
+                )
+        return Masks(None, LayerKind(is_state=True), implementation_of(self._model), None)
 
     def own_masks(self) -> torch.dtype | None | Support:
         """Whether the masks that the model makes show what a `KVBucket`'s do; and their dtype, if they are added."""

@@ -37,10 +37,11 @@ class GatedDeltaSpec:
 
 @dataclass(frozen=True)
 class KimiDeltaSpec:
-    """The same by channels: each value of a key has a decay of its own (Kimi Linear).
+    """The same by channels: each value of a key has a decay of its own (Kimi Linear, GLM-5.3-Flash).
 
     head_size     of keys and of values
     norm_epsilon  of the gated norm of a head's values
+    bound         of the logarithm of decays, as native/attention/gated_delta.hpp has it; 0.0: there is none
     """
 
     path: str
@@ -48,6 +49,7 @@ class KimiDeltaSpec:
     heads: int
     head_size: int
     norm_epsilon: float
+    bound: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -146,13 +148,11 @@ def of_kimi_delta(module: Any) -> KimiDeltaSpec | Support:
     (index, heads, head_size), epsilon = found
     if type(module.conv1d) is not nn.Conv1d or module.conv1d.bias is not None:
         return Support.no(f"{type(module).__name__} has a conv1d with a bias, or another convolution")
-    for support in (
-        layer_probes.is_forget_gate(module.forget_gate, heads, head_size),
-        layer_probes.is_norm_gated_by_sigmoid(module.o_norm, head_size, epsilon),
-    ):
-        if not support:
-            return support
-    return KimiDeltaSpec("", index, heads, head_size, epsilon)
+    bound = layer_probes.forget_gate(module.forget_gate, heads, head_size)
+    if isinstance(bound, Support):
+        return bound
+    gated = layer_probes.is_norm_gated_by_sigmoid(module.o_norm, head_size, epsilon)
+    return KimiDeltaSpec("", index, heads, head_size, epsilon, bound) if gated else gated
 
 
 _MAMBA1 = {"conv1d", "in_proj", "x_proj", "dt_proj", "out_proj", "dt_layernorm", "b_layernorm", "c_layernorm"}

@@ -161,7 +161,7 @@ struct Places {
   int capacity, own, count;
 };
 
-class Indexer;
+class PlaceIndex;
 
 // operators/probes/attention.py has the formula; with the up-projections absorbed. expansion [heads, nope + value,
 // rank] of the model's dtype is kv_b_proj's weight. keys hold the latent, values the rotary key.
@@ -181,7 +181,7 @@ struct LatentAttentionConfig {
   Steps tuned;
   Growth growth;
   // It attends to chosen places: those of its indexer, or of the layer before that has one.
-  const Indexer* indexer = nullptr;
+  const PlaceIndex* indexer = nullptr;
   bool chooses = false;
   const float* sinks = nullptr;        // [heads]: scores that take part in the softmax and have no value (Hunyuan 4)
   const gemm::Linear* gate = nullptr;  // from x: by whose sigmoid heads (dots3-note) or their values (Hunyuan 4) are

@@ -58,6 +58,8 @@ GatedDelta::GatedDelta(GatedDeltaConfig config) : config_(config) {
   expect_projections();
   if (config_.norm.size != config_.value_size)
     throw std::invalid_argument("gated delta rule: the norm must be one of a head's values");
+  if ((config_.bound != 0.0f || config_.has_wide_taps) && !config_.by_channels)
+    throw std::invalid_argument("gated delta rule: a bound, or taps in fp32, are for decays by channels");
 }
 
 void GatedDelta::expect_projections() const {
@@ -159,6 +161,12 @@ void GatedDelta::project(const float* x, const Step& step, const Projected& to) 
 void GatedDelta::decay(int h, const float* a, float* decays) const {
   const float rate = -std::exp(config_.a_log[h]);
   const int count = config_.by_channels ? config_.key_size : 1;
+  if (config_.bound != 0.0f) {
+    for (int i = 0; i < count; ++i) decays[i] = -rate * (a[h * count + i] + config_.dt_bias[h * count + i]);
+    gemm::step_ops().sigmoid(decays, count);
+    for (int i = 0; i < count; ++i) decays[i] = std::exp(config_.bound * decays[i]);
+    return;
+  }
   for (int i = 0; i < count; ++i)
     decays[i] = std::exp(rate * softplus(a[h * count + i] + config_.dt_bias[h * count + i]));
 }
@@ -253,7 +261,8 @@ void GatedDelta::advance(const Projected& from, const Step& step, const LayerCac
 void GatedDelta::advance_rows(int first_row, const Projected& from, const Step& step, const LayerCache& cache,
                               float* sum) const {
   const int rows = step.together(), heads = config_.value_heads;
-  const ChannelConvolution convolution{config_.taps_weight, nullptr, config_.channels(), config_.taps, true};
+  const ChannelConvolution convolution{config_.taps_weight, nullptr, config_.channels(),
+                                       config_.taps,        true,    config_.has_wide_taps};
   const runtime::Session session;
   runtime::ThreadPool& workers = *session;
   const runtime::Scratch own(product(3 * workers.threads(), config_.key_size));

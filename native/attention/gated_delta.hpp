@@ -17,7 +17,8 @@ namespace ktinject::attention {
 //   S += k (sigmoid(b) (v - k S))
 //   o = norm(q S / sqrt(key_size)) silu(z)
 //
-// By channels, a and dt_bias are vectors [key_size], each value for a row of S, and the last factor is sigmoid(z).
+// By channels, a and dt_bias are vectors [key_size], each value for a row of S, and the last factor is sigmoid(z). With
+// a bound, S decays by exp(bound sigmoid(exp(a_log) (a + dt_bias))) (GLM-5.3-Flash).
 //
 // The cache has the last inputs of the convolution [batch, channels, taps] of the model's dtype, channels being those
 // of all q, all k and all v, and the states [batch, value_heads, key_size, value_size] in fp32.
@@ -29,6 +30,7 @@ struct GatedDeltaConfig {
   Projection ba, a, a_low;
   const gemm::Linear* o = nullptr;
   const void* taps_weight = nullptr;  // [channels, taps] of the model's dtype
+  bool has_wide_taps = false;         // or of fp32, and what the convolution gives is rounded once, at its end
   int taps = 0;
   const float* a_log = nullptr;    // [value_heads]
   const float* dt_bias = nullptr;  // [decays]
@@ -36,6 +38,7 @@ struct GatedDeltaConfig {
                                    // before the product with the gate
   int key_heads = 0, value_heads = 0, key_size = 0, value_size = 0;
   bool by_channels = false;
+  float bound = 0;  // of the logarithm of decays by channels; 0: there is none
 
   bool is_interleaved() const { return z == nullptr; }
   int keys() const { return key_heads * key_size; }

@@ -20,6 +20,15 @@ constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 }  // namespace
 
+void layer_norm(float* x, int n, float epsilon, const float* weight, const float* bias) {
+  double sum = 0, squares = 0;
+  for (int i = 0; i < n; ++i) sum += x[i];
+  const double mean = sum / n;
+  for (int i = 0; i < n; ++i) squares += (x[i] - mean) * (x[i] - mean);
+  const auto scale = static_cast<float>(1 / std::sqrt(squares / n + epsilon));
+  for (int i = 0; i < n; ++i) x[i] = (x[i] - static_cast<float>(mean)) * scale * weight[i] + bias[i];
+}
+
 Indexer::Indexer(IndexerConfig config) : config_(config) {
   if (config_.heads < 1 || config_.size < 1 || config_.top_k < 1 || config_.rotary < 0 || config_.rotary % 2 != 0 ||
       config_.rotary > config_.size)
@@ -107,12 +116,7 @@ void Indexer::write(const float* x, const Step& step, const Cached& keys) const 
   config_.k.forward(x, batch, step.dtype, k);
   for (int row = 0; row < batch; ++row) {
     float* key = k + product(row, size);
-    double sum = 0, squares = 0;
-    for (int i = 0; i < size; ++i) sum += key[i];
-    const double mean = sum / size;
-    for (int i = 0; i < size; ++i) squares += (key[i] - mean) * (key[i] - mean);
-    const auto scale = static_cast<float>(1 / std::sqrt(squares / size + config_.epsilon));
-    for (int i = 0; i < size; ++i) key[i] = (key[i] - static_cast<float>(mean)) * scale * weight[i] + bias[i];
+    layer_norm(key, size, config_.epsilon, weight, bias);
     ops.round(key, size, step.dtype);
     rotate(key, step, row, turned);
     const size_t slot = product(step.cache_row(row), keys.shape[2]) + static_cast<size_t>(step.position_of(row));

@@ -21,15 +21,25 @@ struct IndexerConfig {
   Growth growth;            // of queries, for their position
 };
 
-// Keys [batch, 1, capacity, size] of the rotation's dtype lie in the third tensor of a layer's cache.
-class Indexer {
+// What chooses the places that latent attention attends to.
+class PlaceIndex {
  public:
-  explicit Indexer(IndexerConfig config);
-  bool fits(int hidden, int low) const;
-  bool takes_input() const { return config_.q_norm.weight != nullptr; }
+  virtual ~PlaceIndex() = default;
+  virtual bool fits(int hidden, int low) const = 0;
+  // Whether its queries are made of x, not of the low-rank query.
+  virtual bool takes_input() const { return false; }
   // Leaves the keys of these tokens in the cache, and in its choice what they attend to. x [batch, hidden], low [batch,
   // what the query is made of], if that is not x.
-  void forward(const float* x, const float* low, const Step& step, const LayerCache& cache) const;
+  virtual void forward(const float* x, const float* low, const Step& step, const LayerCache& cache) const = 0;
+};
+
+// Keys [batch, 1, capacity, size] of the rotation's dtype lie in the third tensor of a layer's cache.
+class Indexer final : public PlaceIndex {
+ public:
+  explicit Indexer(IndexerConfig config);
+  bool fits(int hidden, int low) const override;
+  bool takes_input() const override { return config_.q_norm.weight != nullptr; }
+  void forward(const float* x, const float* low, const Step& step, const LayerCache& cache) const override;
 
  private:
   void write(const float* x, const Step& step, const Cached& keys) const;
@@ -41,5 +51,8 @@ class Indexer {
 
   IndexerConfig config_;
 };
+
+// x [n] = weight · (x - mean(x)) / sqrt(variance(x) + epsilon) + bias
+void layer_norm(float* x, int n, float epsilon, const float* weight, const float* bias);
 
 }  // namespace ktinject::attention

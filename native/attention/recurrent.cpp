@@ -7,6 +7,7 @@
 #include <string>
 
 #include "attention/tasks.hpp"
+#include "runtime/scratch.hpp"
 
 namespace ktinject::attention {
 namespace {
@@ -38,12 +39,40 @@ void ChannelConvolution::advance(runtime::ThreadPool& workers, float* mixed, int
   each(workers, product(rows, channels, taps) < kSerialProducts / 4, rows * blocks, [&](int index, int) {
     const int row = index / blocks, first = index % blocks * kChannels, count = std::min(kChannels, channels - first);
     const size_t at = product(first, taps), state = product(row, channels, taps) + at;
+    if (is_wide && inputs.dtype != DType::f32)
+      return advance_wide(mixed + product(row, channels) + first, static_cast<std::byte*>(inputs.data) + state * width,
+                          first, count, inputs.dtype);
     const auto* biases = static_cast<const std::byte*>(bias);
     ops.convolve(mixed + product(row, channels) + first, static_cast<std::byte*>(inputs.data) + state * width,
                  static_cast<const std::byte*>(weight) + at * width,
                  biases == nullptr ? nullptr : biases + static_cast<size_t>(first) * width, count, taps, has_silu,
                  inputs.dtype);
   });
+}
+
+void ChannelConvolution::advance_wide(float* mixed, std::byte* held, int first, int count, DType dtype) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const size_t width = dtype_bytes(dtype), tokens = static_cast<size_t>(taps);
+  const auto *weights = static_cast<const float*>(weight) + product(first, taps),
+             *biases = static_cast<const float*>(bias);
+  const runtime::Scratch memory(product(count, taps) + static_cast<size_t>(count));
+  float *inputs = memory, *gates = memory + product(count, taps);
+  for (int c = 0; c < count; ++c) {
+    std::byte* own = held + static_cast<size_t>(c) * tokens * width;
+    std::memmove(own, own + width, (tokens - 1) * width);
+    ops.store(mixed + c, 1, dtype, own + (tokens - 1) * width);
+  }
+  ops.widen(held, count * taps, dtype, inputs);
+  for (int c = 0; c < count; ++c) {
+    float sum = biases == nullptr ? 0.0f : biases[first + c];
+    for (int t = 0; t < taps; ++t) sum += weights[c * taps + t] * inputs[c * taps + t];
+    mixed[c] = gates[c] = sum;
+  }
+  if (has_silu) {
+    ops.sigmoid(gates, count);
+    for (int c = 0; c < count; ++c) mixed[c] *= gates[c];
+  }
+  ops.round(mixed, count, dtype);
 }
 
 void remember(const LayerCache& cache, int tokens, std::initializer_list<std::pair<const float*, int>> arrays) {

@@ -22,10 +22,15 @@ struct ChannelConvolution {
   const void* bias = nullptr;    // [channels], or null
   int channels = 0, taps = 0;
   bool has_silu = true;
+  bool is_wide = false;  // weight and bias are of fp32, and what comes out is rounded once, behind silu
 
   // Of rows beside each other: mixed [rows, channels] becomes what comes out, rounded, and the cache's inputs [rows,
   // channels, taps] move on by it.
   void advance(runtime::ThreadPool& workers, float* mixed, int rows, const Cached& inputs) const;
+
+ private:
+  // The same for some channels from `first` on, whose last inputs are `held`; of a wide one.
+  void advance_wide(float* mixed, std::byte* held, int first, int count, DType dtype) const;
 };
 
 // Before a step of consecutive tokens: what it writes over, and what follows from its tokens, as arrays [tokens,

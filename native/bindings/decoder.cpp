@@ -192,7 +192,7 @@ void init_gated_delta(attention::GatedDelta* self, const gemm::Linear& qkv, cons
                       const gemm::Linear* z, const HeldProjection* a, const gemm::Linear& o, const Input& taps,
                       const FloatVector& a_log, const FloatVector& dt_bias, const HeldNorm& norm, int key_heads,
                       int value_heads, int key_size, int value_size, const gemm::Linear* k, const gemm::Linear* v,
-                      const gemm::Linear* z_low, const HeldProjection* a_low, bool by_channels) {
+                      const gemm::Linear* z_low, const HeldProjection* a_low, bool by_channels, float bound) {
   attention::GatedDeltaConfig config;
   config.qkv = &qkv;
   config.ba = ba.projection;
@@ -206,6 +206,8 @@ void init_gated_delta(attention::GatedDelta* self, const gemm::Linear& qkv, cons
   config.by_channels = by_channels;
   config.taps_weight = taps.data();
   config.taps = size_of(taps.shape(1), "taps");
+  config.has_wide_taps = by_channels && dtype_of(taps.dtype(), "taps") == DType::f32;
+  config.bound = bound;
   config.a_log = a_log.data();
   config.dt_bias = dt_bias.data();
   config.norm = norm.norm;
@@ -231,10 +233,11 @@ void def_gated_delta(nb::module_& m) {
            nb::arg("a").none(), nb::arg("o"), nb::arg("taps"), nb::arg("a_log"), nb::arg("dt_bias"), nb::arg("norm"),
            nb::arg("key_heads"), nb::arg("value_heads"), nb::arg("key_size"), nb::arg("value_size"),
            nb::arg("k") = nb::none(), nb::arg("v") = nb::none(), nb::arg("z_low") = nb::none(),
-           nb::arg("a_low") = nb::none(), nb::arg("by_channels") = false, nb::keep_alive<1, 2>(),
-           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
-           nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(),
-           nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>());
+           nb::arg("a_low") = nb::none(), nb::arg("by_channels") = false, nb::arg("bound") = 0.0f,
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(),
+           nb::keep_alive<1, 10>(), nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(),
+           nb::keep_alive<1, 18>());
 }
 
 void def_short_convolution(nb::module_& m) {

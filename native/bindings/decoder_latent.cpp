@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "attention/indexer.hpp"
+#include "attention/pooled_index.hpp"
 #include "bindings/arrays.hpp"
 #include "bindings/decoder_parts.hpp"
 
@@ -20,7 +21,8 @@ attention::Growth growth_of(const std::optional<FloatVector>& scale, const std::
 }
 
 void def_indexer(nb::module_& m) {
-  nb::class_<attention::Indexer>(m, "Indexer", "Chooses the places that a token attends to.")
+  nb::class_<attention::PlaceIndex>(m, "PlaceIndex", "What chooses the places that latent attention attends to.");
+  nb::class_<attention::Indexer, attention::PlaceIndex>(m, "Indexer", "Chooses the places that a token attends to.")
       .def(
           "__init__",
           [](attention::Indexer* self, const HeldProjection& q, const HeldProjection& k, const HeldProjection& weights,
@@ -44,10 +46,50 @@ void def_indexer(nb::module_& m) {
           nb::keep_alive<1, 13>(), nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>());
 }
 
+void init_pooled_index(attention::PooledIndex* self, const HeldProjection& q, const HeldProjection& k,
+                       const HeldProjection& gate, const HeldProjection& weights, const Vector& norm_weight,
+                       const Vector& norm_bias, float epsilon, const FloatMatrix& bias, int heads, int size, int top_k,
+                       float score_scale, float weight_scale) {
+  const auto count = static_cast<size_t>(size);
+  if (norm_weight.shape(0) != count || norm_bias.shape(0) != count || norm_bias.dtype() != norm_weight.dtype())
+    throw std::invalid_argument("index of pools: the norm must have " + std::to_string(size) +
+                                " weights and biases of one dtype");
+  if (bias.shape(1) != count)
+    throw std::invalid_argument("index of pools: the bias must be [tokens of a pool, " + std::to_string(size) + "]");
+  attention::PooledIndexConfig config;
+  config.q = q.projection;
+  config.k = k.projection;
+  config.gate = gate.projection;
+  config.weights = weights.projection;
+  config.norm_weight = norm_weight.data();
+  config.norm_bias = norm_bias.data();
+  config.norm_dtype = dtype_of(norm_weight.dtype(), "norm");
+  config.epsilon = epsilon;
+  config.bias = bias.data();
+  config.heads = heads;
+  config.size = size;
+  config.pool = size_of(bias.shape(0), "bias");
+  config.top_k = top_k;
+  config.score_scale = score_scale;
+  config.weight_scale = weight_scale;
+  new (self) attention::PooledIndex(config);
+}
+
+void def_pooled_index(nb::module_& m) {
+  nb::class_<attention::PooledIndex, attention::PlaceIndex>(
+      m, "PooledIndex", "Chooses pools of the places that a token attends to, each by one key.")
+      .def("__init__", &init_pooled_index, nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("gate"),
+           nb::arg("weights"), nb::arg("norm_weight"), nb::arg("norm_bias"), nb::arg("epsilon"), nb::arg("bias"),
+           nb::arg("heads"), nb::arg("size"), nb::arg("top_k"), nb::arg("score_scale"), nb::arg("weight_scale"),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 9>());
+}
+
 }  // namespace
 
 void init_decoder_latent(nb::module_& m) {
   def_indexer(m);
+  def_pooled_index(m);
   nb::class_<attention::LatentAttention, attention::DecoderAttention>(m, "LatentAttention",
                                                                       "Latent attention, absorbed.")
       .def(
@@ -55,7 +97,7 @@ void init_decoder_latent(nb::module_& m) {
           [](attention::LatentAttention* self, const gemm::Linear* q, const gemm::Linear* q_a, const HeldNorm* q_norm,
              const gemm::Linear* q_b, const gemm::Linear& kv, const HeldNorm& kv_norm, Input expansion,
              const gemm::Linear& o, int heads, int rank, int nope, int rope, int value, bool neighbours, float scale,
-             bool stays, const attention::Indexer* indexer, bool chooses, float tuned_every, float tuned_factor,
+             bool stays, const attention::PlaceIndex* indexer, bool chooses, float tuned_every, float tuned_factor,
              std::optional<FloatVector> growth, std::optional<FloatVector> growth_bias, float low_factor,
              float latent_factor, const HeldNorm* k_norm, int window, const gemm::Linear* gate,
              const std::optional<FloatVector>& sinks) {

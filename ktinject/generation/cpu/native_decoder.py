@@ -167,7 +167,7 @@ class NativeDecoder:
         if self.support and not self.is_proven and tokens < self._layers.least_compared:
             least = self._layers.least_compared
             return Support.no(
-                f"{tokens} tokens show no choice of compressed keys; the first request takes {least}"
+                f"{tokens} tokens show no choice of compressed or pooled keys; the first request takes {least}"
             )
         for _ in range(TRIES):
             if self.is_proven or not self.support:
@@ -356,7 +356,7 @@ def _compared(layer: nn.Module, few: int) -> nn.Module:
     for module in filter(chooses, found.modules()):
         own = vars(module)
         if "index_topk" in own:
-            own["index_topk"] = min(few, own["index_topk"])
+            own["index_topk"] = min(max(few, own.get("index_kpool", 1)), own["index_topk"])
         else:
             own["topk_blocks"] = min(max(few, own["local_blocks"]), own["topk_blocks"])
             own["block_size"] = 1

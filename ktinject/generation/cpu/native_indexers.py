@@ -11,6 +11,7 @@ from ktinject import _native
 from ktinject.generation.cpu.native_parts import UnknownLayer, norm, projection, wide
 from ktinject.generation.indexer_spec import IndexerSpec
 from ktinject.generation.layer_spec import NormSpec
+from ktinject.generation.pooled_index_spec import BIAS, GATE, PooledIndexSpec
 from ktinject.operators.probes.norm import LayerNormSpec
 
 Copies = list[tuple[Tensor, Tensor]]
@@ -40,6 +41,29 @@ def of_places(spec: IndexerSpec, module: Any, dtype: torch.dtype, copies: Copies
         neighbours=spec.rope == "neighbours",
         at_end=spec.at_end,
         **({} if spec.input_epsilon is None else _of_input(spec.input_epsilon, module, dtype, copies)),
+    )
+
+
+def of_pools(spec: PooledIndexSpec, module: Any, dtype: torch.dtype, copies: Copies) -> Any:
+    """What chooses pools of places."""
+    weight, bias = (tensor.detach() for tensor in (module.k_norm.weight, module.k_norm.bias))
+    gate = getattr(module, GATE).detach()
+    if not (weight.dtype == bias.dtype == gate.dtype == dtype and gate.is_contiguous()):
+        raise UnknownLayer(f"the norm or the gate of its {type(module).__name__} is not of the model's dtype")
+    return _native.PooledIndex(
+        q=projection(module, "wq_b"),
+        k=projection(module, "wk"),
+        gate=_native.Projection(weight=gate),
+        weights=projection(module, "weights_proj"),
+        norm_weight=weight,
+        norm_bias=bias,
+        epsilon=spec.epsilon,
+        bias=wide(getattr(module, BIAS), copies),
+        heads=spec.heads,
+        size=spec.size,
+        top_k=spec.top_k,
+        score_scale=spec.scale,
+        weight_scale=spec.heads**-0.5,
     )
 
 

@@ -35,12 +35,12 @@ def state_twin(spec: StateSpec, module: Any, dtype: torch.dtype, copies: list[tu
     return _convolution(module, dtype)
 
 
-def _taps(convolution: nn.Conv1d, name: str, dtype: torch.dtype) -> Tensor:
-    """The weight of a convolution of each channel, [channels, taps]."""
+def _taps(convolution: nn.Conv1d, name: str, *dtypes: torch.dtype) -> Tensor:
+    """The weight of a convolution of each channel, [channels, taps], in one of these dtypes."""
     weight = convolution.weight.detach()
     if convolution.stride != (1,) or convolution.dilation != (1,):
         raise UnknownLayer("its convolution has strides or gaps")
-    if weight.dtype != dtype or not weight.is_contiguous():
+    if weight.dtype not in dtypes or not weight.is_contiguous():
         raise UnknownLayer(f"a tensor of its {name} is {weight.dtype} or not contiguous")
     return weight[:, 0]
 
@@ -83,7 +83,7 @@ def _kimi_delta(
         a_low=projection(gate, "f_a_proj"),
         a=projection(gate, "f_b_proj"),
         o=linear(module, "o_proj"),
-        taps=_taps(module.conv1d, "conv1d", dtype),
+        taps=_taps(module.conv1d, "conv1d", dtype, torch.float32),
         a_log=wide(gate.A_log, copies).flatten(),
         dt_bias=wide(gate.dt_bias, copies),
         norm=_native.Norm(wide(module.o_norm.weight, copies), spec.norm_epsilon, rounds_first=False),
@@ -92,6 +92,7 @@ def _kimi_delta(
         key_size=spec.head_size,
         value_size=spec.head_size,
         by_channels=True,
+        bound=spec.bound,
     )
 
 

@@ -1,5 +1,5 @@
 """The native twins of layers of several residual streams, and of the attention in them: with compressed keys
-(DeepSeek-V4), or to a latent, with gates and sinks (Hunyuan 4).
+(DeepSeek-V4), to a latent (native_latents.py), or with states of fixed size (GLM-5.3-Flash).
 """
 
 from __future__ import annotations
@@ -11,35 +11,30 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.generation import compressed_spec, feed_forward_spec, indexer_spec, norm_spec, streams_spec
+from ktinject.generation import (
+    compressed_spec,
+    feed_forward_spec,
+    layer_probes,
+    norm_spec,
+    recurrent_spec,
+    streams_spec,
+)
 from ktinject.generation.cache_layers import LayerKind
 from ktinject.generation.compressed_spec import CompressorSpec
-from ktinject.generation.cpu import native_indexers
+from ktinject.generation.cpu import native_latents
 from ktinject.generation.cpu.native_feed_forward import feed_forward
 from ktinject.generation.cpu.native_parts import (
     UnknownLayer,
-    child_of,
     known,
     linear,
     norm,
     projection,
     wide,
 )
+from ktinject.generation.cpu.native_states import state_twin
 from ktinject.hf import adapters
-from ktinject.operators.cpu_linear import CpuLinear
 
 _HEAD = "hc_head"
-# What attention to a latent holds whose heads have gates.
-_GATED = {
-    "q_a_proj",
-    "q_a_layernorm",
-    "q_b_proj",
-    "kv_a_proj_with_mqa",
-    "kv_a_layernorm",
-    "kv_b_proj",
-    "o_proj",
-    "gate_proj",
-}
 Copies = list[tuple[Tensor, Tensor]]
 
 
@@ -64,6 +59,10 @@ def head(module: Any, streams: int, hidden: int, copies: Copies) -> Any:
     if streams == 1:
         return None
     found: Any = getattr(module, _HEAD, None)
+    if isinstance(found, nn.Module) and not [*found.parameters()] and _is_mean(found, streams):
+        return _native.HyperConnection(
+            streams=streams, hidden=hidden, fn=None, base=None, scale=None, is_head=True
+        )
     held = {name for name, _ in found.named_parameters()} if isinstance(found, nn.Module) else set()
     eps: Any = getattr(found, "eps", None)
     norm_eps: Any = getattr(getattr(found, "input_norm", None), "eps", None)
@@ -82,6 +81,16 @@ def head(module: Any, streams: int, hidden: int, copies: Copies) -> Any:
     )
 
 
+def _is_mean(module: nn.Module, streams: int) -> bool:
+    """Whether what collapses [b, n, streams, hidden] gives their mean."""
+    given = layer_probes.random(2, 3, streams, 5, seed=11)
+    try:
+        found = layer_probes.run_twin(module, {}, given)
+    except Exception:  # code of transformers' that is made for something else
+        return False
+    return isinstance(found, Tensor) and torch.equal(found, given.mean(2))
+
+
 def rotations(layers: nn.ModuleList) -> list[str]:
     """The names by which layers find their rotations among those of all kinds; empty: they are given one."""
     names = [getattr(getattr(layer, "self_attn", None), "rope_layer_type", None) for layer in layers]
@@ -89,16 +98,16 @@ def rotations(layers: nn.ModuleList) -> list[str]:
 
 
 def least_compared(layers: nn.ModuleList, kinds: Sequence[LayerKind]) -> int:
-    """Tokens before one that sees two windows, of which an index then has to choose; 0 without such an index."""
-    compressors: list[Any] = [
-        getattr(getattr(layer, "self_attn", None), "compressor", None) for layer in layers
-    ]
-    rates = (
-        kind.rate
-        for compressor, kind in zip(compressors, kinds)
-        if kind.rate is not None and hasattr(compressor, "indexer")
-    )
-    return max((2 * rate - 1 for rate in rates), default=0)
+    """Tokens before one that sees two windows or pools, of which an index has to choose; 0 without such an index."""
+    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
+    least = [0]
+    for attention, kind in zip(attentions, kinds):
+        compressor = getattr(attention, "compressor", None)
+        if kind.rate is not None and hasattr(compressor, "indexer"):
+            least.append(2 * kind.rate - 1)
+        if kind.is_pooled and (index := getattr(attention, "indexer", None)) is not None:
+            least.append(2 * index.index_kpool)
+    return max(least)
 
 
 def layer(
@@ -140,63 +149,14 @@ def _connection(module: Any, copies: Copies) -> Any:
 
 
 def _attention(module: Any, kind: LayerKind, dtype: torch.dtype, copies: Copies) -> Any:
-    children = {name for name, child in module.named_children() if child is not None}
-    if children - {"indexer"} == _GATED:
-        return _gated(module, kind, dtype, copies)
-    return _shared_key(module, kind, dtype, copies)
-
-
-def _gated(module: Any, kind: LayerKind, dtype: torch.dtype, copies: Copies) -> Any:
-    """To chosen places of a latent, with sinks, and gates behind the heads; with the up-projections absorbed."""
-    if kind != LayerKind(indexed=True):
+    finder = recurrent_spec.finder(module)
+    if (finder is not None) != kind.is_state:
         raise UnknownLayer(f"its cache is not what a {type(module).__name__} needs")
-    names = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "scaling")
-    heads, rank, nope, rope, value, scaling = (getattr(module, name, None) for name in names)
-    sizes = [size for size in (heads, rank, nope, rope, value) if isinstance(size, int)]
-    held = {name for name, _ in module.named_parameters(recurse=False)}
-    if len(sizes) < 5 or not isinstance(scaling, float) or held != {"sinks"}:
-        raise UnknownLayer(f"{type(module).__name__} has no {', '.join(names)} and sinks")
-    indexer = getattr(module, "indexer", None)
-
-    def norm_at(name: str) -> Any:
-        return norm(known(norm_spec.norm_at(module, name)), module, dtype)
-
-    return _native.LatentAttention(
-        q=None,
-        q_a=linear(module, "q_a_proj"),
-        q_norm=norm_at("q_a_layernorm"),
-        q_b=linear(module, "q_b_proj"),
-        kv=linear(module, "kv_a_proj_with_mqa"),
-        kv_norm=norm_at("kv_a_layernorm"),
-        expansion=_expansion(module, dtype),
-        o=linear(module, "o_proj"),
-        heads=sizes[0],
-        rank=sizes[1],
-        nope=sizes[2],
-        rope=sizes[3],
-        value=sizes[4],
-        neighbours=False,
-        scale=scaling,
-        indexer=None
-        if indexer is None
-        else native_indexers.of_places(known(indexer_spec.of_indexer(indexer)), indexer, dtype, copies),
-        chooses=True,
-        sinks=wide(module.sinks, copies),
-        gate=linear(module, "gate_proj"),
-    )
-
-
-def _expansion(module: Any, dtype: torch.dtype) -> Tensor:
-    """The weight of kv_b_proj; where that is packed, its values in the model's dtype."""
-    layer = child_of(module, "kv_b_proj", nn.Module)
-    if isinstance(layer, CpuLinear):
-        if "bias" in layer.parameter_shapes():
-            raise UnknownLayer("its kv_b_proj has a bias")
-        return layer.unpack("weight").to(dtype)
-    if type(layer) is not nn.Linear or layer.bias is not None or layer.weight.dtype != dtype:
-        raise UnknownLayer(f"its kv_b_proj is a {type(layer).__name__} that is not known")
-    weight: Tensor = layer.weight.detach()
-    return weight.contiguous()
+    if finder is not None:
+        return state_twin(known(finder(module)), module, dtype, copies)
+    if native_latents.is_one(module):
+        return native_latents.of_attention(module, kind, dtype, copies)
+    return _shared_key(module, kind, dtype, copies)
 
 
 def _shared_key(module: Any, kind: LayerKind, dtype: torch.dtype, copies: Copies) -> Any:

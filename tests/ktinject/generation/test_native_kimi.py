@@ -99,7 +99,8 @@ class TestRefusals:
         bounded = {"forward": lambda self, x: own(self, x).clamp(min=-5.0)}
         gate.__class__ = type("Bounded", (type(gate),), bounded)
         assert (
-            recurrent_spec.of_kimi_delta(attention).reason == "its Bounded is no softplus with a rate a head"
+            recurrent_spec.of_kimi_delta(attention).reason
+            == "its Bounded is no softplus with a rate a head, and no bounded sigmoid"
         )
         attention.forget_gate.scale = nn.Parameter(torch.ones(1))
         found = recurrent_spec.of_kimi_delta(attention).reason

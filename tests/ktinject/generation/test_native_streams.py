@@ -279,7 +279,7 @@ class TestWhatIsCompared:
             said = (
                 ""
                 if how == "native loop"
-                else "4 tokens show no choice of compressed keys; the first request takes 5"
+                else "4 tokens show no choice of compressed or pooled keys; the first request takes 5"
             )
             assert model.ktinject_decoding.reason == said
 
