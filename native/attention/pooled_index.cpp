@@ -174,27 +174,41 @@ void PooledIndex::score(const float* query, const float* weights, const Text& te
 
 void PooledIndex::make_key(const std::byte* begin, DType dtype, float* key) const {
   const gemm::StepOps& ops = gemm::step_ops();
-  const int size = config_.size, pool = config_.pool;
-  const runtime::Scratch memory(product(2 * pool, size) + static_cast<size_t>(pool));
-  float *keys = memory, *gates = memory + product(pool, size), *column = gates + product(pool, size);
+  const int size = config_.size, pool = config_.pool, all = pool * size;
+  runtime::Arrays arrays;
+  const size_t token_at = arrays.take(product(2, size)), keys_at = arrays.take(product(pool, size)),
+               weights_at = arrays.take(product(pool, size)), most_at = arrays.take(static_cast<size_t>(size)),
+               sums_at = arrays.take(static_cast<size_t>(size));
+  const runtime::Scratch memory(arrays.count());
+  float *one = memory + token_at, *keys = memory + keys_at, *weights = memory + weights_at;
+  float *most = memory + most_at, *sums = memory + sums_at;
+  std::fill_n(most, size, std::numeric_limits<float>::lowest());
   for (int token = 0; token < pool; ++token) {
-    const std::byte* from = begin + product(token, width()) * dtype_bytes(dtype);
-    float* gate = gates + product(token, size);
-    ops.widen(from, size, dtype, keys + product(token, size));
-    ops.widen(from + static_cast<size_t>(size) * dtype_bytes(dtype), size, dtype, gate);
-    for (int i = 0; i < size; ++i) gate[i] += config_.bias[product(token, size) + static_cast<size_t>(i)];
+    ops.widen(begin + product(token, width()) * dtype_bytes(dtype), 2 * size, dtype, one);
+    std::copy_n(one, size, keys + token * size);
+    float* gate = weights + token * size;
+    const float* bias = config_.bias + product(token, size);
+    for (int i = 0; i < size; ++i) {
+      gate[i] = one[size + i] + bias[i];
+      most[i] = std::max(most[i], gate[i]);
+    }
   }
-  for (int i = 0; i < size; ++i) {
-    for (int token = 0; token < pool; ++token) column[token] = gates[token * size + i];
-    ops.softmax(column, pool);
-    for (int token = 0; token < pool; ++token) gates[token * size + i] = column[token];
-  }
-  ops.round(gates, pool * size, dtype);
-  for (int i = 0; i < pool * size; ++i) gates[i] *= keys[i];
-  ops.round(gates, pool * size, dtype);
+  // A softmax of each value over the tokens: one over all, of which each value's greatest is 0, then divided by its own
+  // sum.
+  auto of_each = [&](auto&& work) {
+    for (int token = 0; token < pool; ++token)
+      for (int i = 0; i < size; ++i) work(weights[token * size + i], i);
+  };
+  of_each([&](float& weight, int i) { weight -= most[i]; });
+  ops.softmax(weights, all);
+  std::fill_n(sums, size, 0.0f);
+  of_each([&](const float& weight, int i) { sums[i] += weight; });
+  of_each([&](float& weight, int i) { weight /= sums[i]; });
+  ops.round(weights, all, dtype);
+  for (int i = 0; i < all; ++i) weights[i] *= keys[i];
+  ops.round(weights, all, dtype);
   std::fill_n(key, size, 0.0f);
-  for (int token = 0; token < pool; ++token)
-    for (int i = 0; i < size; ++i) key[i] += gates[token * size + i];
+  of_each([&](const float& value, int i) { key[i] += value; });
   ops.round(key, size, dtype);
 }
 

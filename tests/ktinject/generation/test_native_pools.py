@@ -92,6 +92,10 @@ def long(batch: int = 3, **arguments: Any) -> dict[str, Any]:
         {**SHARED, "hc_mult": 3},
         pytest.param({"wide": False}, marks=NIGHTLY),
         pytest.param({"index_topk": 12, "index_kpool": 4}, marks=NIGHTLY),  # first all are attended to
+        # Attention on tiles, where there are some: nothing is turned, so there is no second part of keys.
+        pytest.param(
+            {"kv_lora_rank": 64, "num_attention_heads": 32, "num_key_value_heads": 32}, marks=NIGHTLY
+        ),
         # Heads on the pool, vectors with a rest.
         pytest.param(
             {"kv_lora_rank": 136, "linear_head_dim": 136, "linear_num_heads": 3, "index_head_dim": 40},
