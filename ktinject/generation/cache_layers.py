@@ -294,8 +294,19 @@ def _is_known(cache: Any, layer: Any) -> bool:
     return kind in kinds.get(type(cache), ()) or keeps_nothing or is_indexed or bool(is_ours)
 
 
+def _keeps_both(layer: Any) -> bool:
+    """Whether a cache's layer has states of fixed size beside keys and values, as ZAYA1's have."""
+    return isinstance(layer, compat.LinearAttentionLayer) and isinstance(layer, CacheLayerMixin)
+
+
 def kind_support(cache: Any) -> Support:
     """Whether a request's cache is of a kind that a `FixedCache` can take over."""
+    both = {type(layer).__name__ for layer in cache.layers if _keeps_both(layer)}
+    if both:
+        return Support.no(
+            f"its layers keep keys and states at once ({', '.join(sorted(both))}), "
+            "for which no cache of fixed size is made here"
+        )
     odd = {type(layer).__name__ for layer in cache.layers if not _is_known(cache, layer)}
     if type(cache) not in (DynamicCache, StaticCache) or odd or cache.offloading:
         kinds = ", ".join(sorted(odd)) or "offloaded layers"

@@ -150,7 +150,8 @@ class TestSpecs:
         model = tiny("zaya").bfloat16()
         ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
         model.generate(**prompt(1, padding=0))
-        assert model.ktinject_decoding.last == "eager loop" and model.ktinject_decoding.reason
+        assert model.ktinject_decoding.last == "eager loop"
+        assert model.ktinject_decoding.reason.startswith("its layers keep keys and states at once (")
 
     def test_a_cache_of_states_alone_is_refused(self) -> None:
         held = DynamicCache(config=tiny("qwen3_next").config)
