@@ -186,7 +186,12 @@ _LAYERS = (
     # AFMoE and BEAM have them before and behind.
     *(
         LayerNames(
-            "self_attn", "mlp", _NORMS[0], f"pre_{part}_layernorm", _NORMS[1], f"post_{part}_layernorm"
+            "self_attn",
+            "mlp",
+            _NORMS[0],
+            "_".join(("pre", part, "layernorm")),
+            _NORMS[1],
+            "_".join(("post", part, "layernorm")),
         )
         for part in ("mlp", "feedforward")
     ),

@@ -42,7 +42,7 @@ class Rotations:
                     f"its config has {len(types)} layer_types, the model {text.num_hidden_layers} layers"
                 )
         self._kind = [self._names.index(name) if name in self._names else -1 for name in types]
-        buffers = [f"{name}_inv_freq" for name in self._names] if self._by_kind else ["inv_freq"]
+        buffers = ["_".join((name, "inv_freq")) for name in self._names] if self._by_kind else ["inv_freq"]
         self._frequencies = [getattr(rotary, name, torch.empty(0)).shape[-1] for name in buffers]
         try:
             found = self._find_axes(x)
