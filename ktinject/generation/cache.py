@@ -29,7 +29,9 @@ from ktinject.generation.cache_layers import (
     empty,
     fill_rows,
     is_compressed,
+    keeps_prompt,
     kind_of,
+    prompt_of,
     tensors_of,
 )
 from ktinject.generation.compressed import Compressed, CompressedLayer
@@ -55,6 +57,7 @@ class KVBucket(Cache):
     past            of a step of several tokens of one text, what notes the states between them; else None
     asks_hidden     a step is to leave in `hidden` what its logits are made of, [n, 1, hidden]
     is_compared     the step's parts are compared with the model's, also in what nobody sees yet
+    prompt          tokens that layers which keep the prompt have before their rings
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class KVBucket(Cache):
         self.stages: Stages | None = None
         self.past: Any = None
         self.asks_hidden = self.is_compared = False
+        self.prompt = 0
         self.hidden: Any = None
         self.cache_position, self.places, self.masks = cache_position, places, masks
         self._states = states
@@ -120,6 +124,8 @@ class FixedCache:
     cache_position  [1] int64: of the next token in the cache
     places          window → [1] int64: its place in rings for that window
     room            places behind each ring, for the tokens of a step that may be taken back
+    prompt          tokens of this request's prompt, which lie before the rings of a model whose layers keep it; else 0.
+                    `rings` and `places` are of both then
     """
 
     def __init__(
@@ -147,6 +153,8 @@ class FixedCache:
             States.of(layer) if kind.is_state else None for layer, kind in zip(like.layers, self.kinds)
         ]
         windows = sorted({kind.window for kind in self.kinds if kind.window is not None})
+        # Tokens of the longest prompt that there is room for before rings.
+        self.prompt = self._longest_prompt = prompt_of(like)
         self._chunks = {kind.window for kind in self.kinds if kind.is_chunked}
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
@@ -163,7 +171,7 @@ class FixedCache:
             self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)
             self.places = {window: torch.zeros_like(self.cache_position) for window in windows}
             self.mask = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device=device)
-            self.rings = {window: self.mask[..., :window].clone() for window in windows}
+            self.rings = {window: self.mask[..., : self._ring_of(window)].clone() for window in windows}
             self.first = torch.zeros(batch, dtype=torch.int64, device=device)
         self._used = 0  # tokens of this request
         self._written = 0  # tokens that keys and values hold, of this request or the one before
@@ -188,10 +196,15 @@ class FixedCache:
 
     def takes(self, cache: Cache, tokens: int) -> bool:
         """Whether there is room for so many tokens of a cache that a prefill left, and its tensors are alike."""
-        return self.capacity >= tokens and all(
-            [_form(tensor, kind) for tensor in held] == [_form(tensor, kind) for tensor in tensors_of(layer)]
-            and (kept is None or kept.takes(layer))
-            for held, kept, layer, kind in zip(self.layers, self.compressed, cache.layers, self.kinds)
+        return (
+            self.capacity >= tokens
+            and self._longest_prompt >= prompt_of(cache)
+            and all(
+                [_form(tensor, kind) for tensor in held]
+                == [_form(tensor, kind) for tensor in tensors_of(layer)]
+                and (kept is None or kept.takes(layer))
+                for held, kept, layer, kind in zip(self.layers, self.compressed, cache.layers, self.kinds)
+            )
         )
 
     @property
@@ -216,12 +229,15 @@ class FixedCache:
         mask       [b, ≥ length], 0 or False for padding; None: there is none
         positions  [b or 1, 1] of the next token; None: `length`
         """
+        self.prompt = prompt_of(cache)
+        for bucket in self._buckets.values():
+            bucket.prompt = self.prompt
         for tensors, layer, kind in zip(self.layers, cache.layers, self.kinds):
             for to, held in zip(tensors, tensors_of(layer)):
                 if kind.is_state:
                     fill_rows(to, held)
                 elif kind.window is not None:
-                    _fill_ring(to, held, length, kind.window)
+                    _fill_ring(to, held, length, kind.window, self.prompt)
                 else:
                     fill_rows(to[:, :, :length], held[:, :, :length])
                     # What a failed request left is not finite, which a mask does not hide.
@@ -241,15 +257,17 @@ class FixedCache:
         self.cache_position.fill_(length)
         self.first.copy_(first_tokens(self.mask[:, 0, 0]))
         for window, ring in self.rings.items():
-            self.places[window].fill_(length % window)
+            before = self.prompt
+            self.places[window].fill_(before + (length - before) % window)
             # The next token's own place is that of the first one that its window does not show.
             shown = torch.arange(
-                max(0, length + 1 - window), min(length + 1, self.capacity), device=self.device
+                max(before, length + 1 - window), min(length + 1, self.capacity), device=self.device
             )
             seen = self.mask.index_select(3, shown)
             if window in self._chunks:
                 seen &= shown >= begin_of_chunk(length, self.first, window)[:, None, None, None]
-            ring.zero_().index_copy_(3, shown % window, seen)
+            ring.zero_().index_copy_(3, before + (shown - before) % window, seen)
+            ring[..., :before] = self.mask[..., :before]
         if positions is None or len(positions) == 1:
             self.positions.copy_(self.cache_position if positions is None else positions)
         else:
@@ -290,6 +308,7 @@ class FixedCache:
             masks.update((window, ring[..., :size]) for window, ring in self.rings.items())
             made = self._bucket_class
             self._buckets[size] = made(layers, self.cache_position, self.places, masks, self.held_states)
+            self._buckets[size].prompt = self.prompt
         return self._buckets[size]
 
     @property
@@ -306,7 +325,10 @@ class FixedCache:
         advance(self.cache_position, self.positions, self.mask)
         for window, ring in self.rings.items():
             place, size = self.places[window], ring.shape[-1]
-            torch.remainder(self.cache_position, window, out=place)
+            if self.prompt:
+                torch.remainder(self.cache_position - self.prompt, window, out=place).add_(self.prompt)
+            else:
+                torch.remainder(self.cache_position, window, out=place)
             if window in self._chunks:
                 begins = begin_of_chunk(self.cache_position, self.first, window)
                 ring.logical_and_((begins != self.cache_position)[:, None, None, None])
@@ -316,7 +338,7 @@ class FixedCache:
     def advance_by(self, tokens: Tensor, order: Tensor) -> None:
         """What follows from so many tokens more of one row, as `advance` for each of them; the host may not know them.
 
-        Not for layers with chunks.
+        Not for layers with chunks, nor for those that keep the prompt.
 
         tokens  [1] int64
         order   [n] int64: 0, 1 … n - 1, for any number of tokens from 1 to n
@@ -334,7 +356,11 @@ class FixedCache:
         """With the room; None: the layer has none."""
         if kind.is_state:
             return None
-        return self.capacity if kind.window is None else min(self.capacity, kind.window) + self.room
+        return self.capacity if kind.window is None else self._ring_of(kind.window) + self.room
+
+    def _ring_of(self, window: int) -> int:
+        """Places of a ring, and of the prompt before it."""
+        return min(self.capacity, self._longest_prompt + window)
 
     def _without_room(self, whole: tuple[Tensor, ...], kind: LayerKind) -> tuple[Tensor, ...]:
         """As `layers` has them."""
@@ -356,10 +382,10 @@ class FixedCache:
             self.mask = self._longer(self.mask.transpose(2, 3), self.capacity).transpose(2, 3)
             self.mask[..., last] = True
             for window, ring in self.rings.items():
-                if ring.shape[-1] < window:
-                    places = min(self.capacity, window)
+                if ring.shape[-1] < self._ring_of(window):
+                    places = self._ring_of(window)
                     self.rings[window] = self._longer(ring.transpose(2, 3), places).transpose(2, 3)
-                    self.rings[window][..., last] = True
+                    self.rings[window][..., self.prompt + (last - self.prompt) % window] = True
 
     def _longer(self, tensor: Tensor, places: int | None) -> Tensor:
         """[b, h, n, d] as [b, h, places, d]; itself if it has a state, or a ring as long as its window."""
@@ -394,13 +420,17 @@ def rows_of(cache: Cache) -> int:
     return len(next(tensor for layer in cache.layers for tensor in tensors_of(layer)))
 
 
-def _fill_ring(ring: Tensor, held: Tensor, length: int, window: int) -> None:
-    """held [b, h, n, d]: the last of so many tokens, in their order; a static layer has zeros behind them."""
+def _fill_ring(ring: Tensor, held: Tensor, length: int, window: int, prompt: int) -> None:
+    """held [b, h, n, d]: the last of so many tokens, in their order; a static layer has zeros behind them.
+
+    prompt  tokens that it begins with, and that lie before the ring
+    """
     # What a failed request left is not finite, which a mask does not hide.
     ring.zero_()
-    last = held[:, :, :length][:, :, -window:]
-    places = torch.arange(length - last.shape[2], length, device=ring.device) % window
-    ring[: len(last)].index_copy_(2, places, last)
+    last = held[:, :, prompt:length][:, :, -window:]
+    places = torch.arange(length - last.shape[2], length, device=ring.device)
+    ring[: len(last)].index_copy_(2, prompt + (places - prompt) % window, last)
+    ring[: len(last), :, :prompt] = held[:, :, :prompt]
     ring[len(last) :] = ring[:1]
 
 
@@ -426,4 +456,7 @@ def give_back(cache: DynamicCache | StaticCache) -> None:
             continue  # which is small
         if is_compressed(layer):
             compressed.give_back(layer)
+        if keeps_prompt(layer):
+            layer.prefill_keys, layer.prefill_values = (kept[:, :, :0].clone() for kept in tensors_of(layer))
+            layer.keys, layer.values = layer.prefill_keys, layer.prefill_values
         layer.keys, layer.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()

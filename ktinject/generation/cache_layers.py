@@ -1,7 +1,8 @@
 """The layers of a step's cache: what they keep of the tokens before, in tensors that stay where they are.
 
 A layer that shows all tokens has a place for each of them. One with a sliding window is a ring, where position p has
-place p % window: attention does not depend on the order of rotated keys. Chunked attention has such a ring, too, of
+place p % window: attention does not depend on the order of rotated keys. One that keeps the prompt has it before such a
+ring. Chunked attention has such a ring, too, of
 which a step sees what belongs to its chunk. A layer with linear attention has states of fixed size, in transformers'
 own cache layer, which writes to its tensors where they lie.
 """
@@ -39,6 +40,8 @@ class LayerKind:
     is_chunked  a row's tokens, less the padding before them, are cut into pieces of `window`, and a step sees its own
                 piece up to itself
     is_pooled   tokens that follow each other share a key of the index, made anew in each step of what it keeps of them
+    keeps_prompt
+                beside its window, which is of the tokens behind the prompt, a step sees all of the prompt
     rate        beside its window, a step sees one compressed key for each so many tokens, see compressed.py; None: it
                 sees none
     """
@@ -49,6 +52,7 @@ class LayerKind:
     is_chunked: bool = False
     rate: int | None = None
     is_pooled: bool = False
+    keeps_prompt: bool = False
 
 
 ALL_TOKENS = LayerKind()
@@ -212,12 +216,23 @@ def kind_of(layer: Any) -> LayerKind:
     is_state = not isinstance(layer, CacheLayerMixin)
     indexed = hasattr(layer, "update_indexer") or hasattr(layer, "update_index")
     rate = layer.compress_rate if is_compressed(layer) else None
-    return LayerKind(getattr(layer, "sliding_window", None), is_state, indexed, rate=rate)
+    window = getattr(layer, "sliding_window", None)
+    return LayerKind(window, is_state, indexed, rate=rate, keeps_prompt=keeps_prompt(layer))
 
 
 def is_compressed(layer: Any) -> bool:
     """Whether a cache's layer is of a class of transformers' with compressed keys."""
     return _name_of(layer) in compat.COMPRESSED_CACHES
+
+
+def keeps_prompt(layer: Any) -> bool:
+    """Whether a cache's layer is of a class of transformers' that keeps the prompt beside a window."""
+    return _name_of(layer) in compat.PROMPT_CACHES
+
+
+def prompt_of(cache: Any) -> int:
+    """Tokens of the prompt that layers of a cache keep beside their windows; 0: none does."""
+    return max((layer.prefill_cumulative_length for layer in cache.layers if keeps_prompt(layer)), default=0)
 
 
 def _name_of(layer: Any) -> str:
@@ -248,7 +263,14 @@ def has_latents(text: PreTrainedConfig) -> bool:
 def tensors_of(layer: Any) -> tuple[Tensor, ...]:
     """Keys and values of a cache's layer, and its index [b, 1, n, d] if it has one; or the last inputs of its
     convolutions, and its recurrent states. Of one with compressed keys, the keys of its window, which are its values.
+    Of one that keeps the prompt, that and the latest tokens behind it, in their order.
     """
+    if keeps_prompt(layer):
+        kept = layer.prefill_keys, layer.prefill_values
+        if layer.cumulative_length == 0:
+            return kept
+        latest = layer.keys, layer.values
+        return tuple(torch.cat(both, dim=2) for both in zip(kept, latest))
     if kind_of(layer).is_state:
         states = States.of(layer)
         conv = (layer.conv_states[index] for index in states.conv)

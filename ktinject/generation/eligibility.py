@@ -141,6 +141,9 @@ def request_support(
     if is_own:
         own = own_caches.request_support(model, model_kwargs.get("attention_mask"), config)
         return own and _inputs_support(model, model_kwargs)
+    if own_caches.keeps_prompts(held):
+        own = own_caches.prompt_support(model, held, model_kwargs.get("attention_mask"), config)
+        return own and _inputs_support(model, model_kwargs)
     if kept_cache.is_callers(held) and not (own := kept_cache.callers_support(model, held)):
         return own
     if config.cache_implementation not in (None, "static"):

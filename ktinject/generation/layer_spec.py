@@ -184,16 +184,9 @@ _LAYERS = (
         "self_attn", "mlp", behind_attention=_NORMS[1], behind_feed_forward="post_feedforward_layernorm"
     ),
     # AFMoE and BEAM have them before and behind.
-    *(
-        LayerNames(
-            "self_attn",
-            "mlp",
-            _NORMS[0],
-            "_".join(("pre", part, "layernorm")),
-            _NORMS[1],
-            "_".join(("post", part, "layernorm")),
-        )
-        for part in ("mlp", "feedforward")
+    LayerNames("self_attn", "mlp", _NORMS[0], "pre_mlp_layernorm", _NORMS[1], "post_mlp_layernorm"),
+    LayerNames(
+        "self_attn", "mlp", _NORMS[0], "pre_feedforward_layernorm", _NORMS[1], "post_feedforward_layernorm"
     ),
     _usual("self_attn", "feed_forward", _NORMS),
     # Cohere's parts have one norm.

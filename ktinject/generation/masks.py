@@ -35,6 +35,7 @@ from ktinject.support import Support
 _ROWS = 3
 # Tokens behind the longest window, so that what is before a window shows. Chunks of that length begin anew there.
 _BEYOND = 5
+_PROMPT = 2  # tokens of the prompt, of layers that keep it
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,17 @@ def of_model(model: PreTrainedModel, kinds: Sequence[LayerKind] | None = None) -
 class _Probed(BucketLayer):
     """A layer of a cache for no heads, which takes no memory. Of a window, it has the latest tokens in their order."""
 
-    def __init__(self, kind: LayerKind, position: int, places: int, cache_position: Tensor) -> None:
+    def __init__(
+        self, like: Any, kind: LayerKind, position: int, places: int, cache_position: Tensor
+    ) -> None:
+        """like: a layer of transformers' caches, of this kind."""
         self._sizes = places, 0
+        before = _PROMPT if kind.keeps_prompt else 0
         if kind.window is not None:
-            length = min(position + 1, kind.window)
-            self._sizes = length, position + 1 - length
+            length = min(position + 1 - before, kind.window)
+            self._sizes = before + length, position + 1 - before - length
+        if kind.keeps_prompt:  # what a model asks such a layer for
+            self._layer_type, self.prefill_length = like._layer_type, before
         keys = torch.empty(_ROWS, 0, self._sizes[0], 1, device=cache_position.device)
         super().__init__(keys, keys, cache_position, cache_position, kind.window)
 
@@ -201,7 +208,11 @@ class _Probe:
         position = self._position
         mask = torch.ones(_ROWS, self._places, dtype=torch.bool, device=self._device)
         mask[:, position + 1 :] = False
-        mask[0, :7] = mask[0, position - 1] = False  # the latter in every window but one of a single token
+        # Of layers that keep the prompt, rows with padding stay with the model's own steps.
+        if not any(kind.keeps_prompt for kind in self._kinds):
+            mask[0, :7] = mask[0, position - 1] = (
+                False  # the latter in every window but one of a single token
+            )
         added: torch.dtype | None = None
         for index, (found, kind) in enumerate(zip(self._run(mask), self._kinds, strict=True)):
             if kind.is_state:
@@ -212,6 +223,8 @@ class _Probe:
             if kind.window is not None:
                 first = position + 1 - min(position + 1, kind.window)
                 wanted, what = mask[:, first : position + 1], f"a window of {kind.window} tokens"
+                if kind.keeps_prompt:
+                    wanted, what = torch.cat([mask[:, :_PROMPT], wanted], 1), f"the prompt and {what}"
                 if kind.is_chunked:
                     begins = begin_of_chunk(position, first_tokens(mask), kind.window)
                     at = torch.arange(first, position + 1, device=self._device)
@@ -256,7 +269,7 @@ class _Probe:
                 states = States.of(like)
                 layers.append(replace(states, previous=tuple(range(states.number))).layer(()))
             else:
-                layers.append(_Probed(kind, self._position, self._places, cache_position))
+                layers.append(_Probed(like, kind, self._position, self._places, cache_position))
         self._model(
             input_ids=torch.zeros(_ROWS, 1, dtype=torch.int64, device=self._device),
             attention_mask=mask,

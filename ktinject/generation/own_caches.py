@@ -1,10 +1,12 @@
-"""Models whose caches are of a class of their own: MiniMax-01's, which is no cache with states of fixed size to others.
+"""Models whose caches, or layers of these, are of a class of their own: MiniMax-01's, which is no cache with states of
+fixed size to others; and Unlimited-OCR's, whose layers keep the prompt beside a window.
 
     a request without a cache ──► the model's prefill makes one of its own ──► `as_dynamic`: the same as a DynamicCache,
                                                                                from which recorded steps go on
     a step ──► `bucket_class`: a `KVBucket` that the model takes for its own
 
-What other requests leave in such a cache is up to transformers: a cache of the caller's, beams, candidates.
+What other requests leave in MiniMax-01's is up to transformers: a cache of the caller's, beams, candidates. So is one
+of the caller's whose layers keep the prompt, and any such one on a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, DynamicLayer, GenerationConfig, PreTrainedModel
 
 from ktinject.generation.cache import KVBucket
-from ktinject.generation.cache_layers import kind_of
+from ktinject.generation.cache_layers import keeps_prompt, kind_of
 from ktinject.hf import compat
 from ktinject.support import SUPPORTED, Support
 
@@ -88,6 +90,29 @@ def request_support(model: PreTrainedModel, mask: Any, config: GenerationConfig)
     if kind_of(first).is_state and isinstance(mask, Tensor) and not bool((mask != 0).all()):
         # transformers counts tokens by the first layer, and makes masks of the wrong length.
         return Support.no("a row has padding, and the model's first layer keeps no tokens to count")
+    return SUPPORTED
+
+
+def keeps_prompts(cache: Any) -> bool:
+    """Whether layers of a request's cache keep the prompt beside a window."""
+    return any(map(keeps_prompt, getattr(cache, "layers", ())))
+
+
+def prompt_support(model: PreTrainedModel, cache: Any, mask: Any, config: GenerationConfig) -> Support:
+    """Whether recorded steps can serve a request whose cache's layers keep the prompt."""
+    if not (known := compat.support("prompts")):
+        return known
+    kinds = {kind_of(layer) for layer in cache.layers if type(layer) is not DynamicLayer}
+    if type(cache) is not DynamicCache or cache.offloading or len(kinds) > 1:
+        names = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))
+        return Support.no(f"the cache is a {type(cache).__name__} of {names}")
+    if model.device.type != "cpu":
+        return Support.no("its layers keep the prompt beside a window, which captured steps do not")
+    if config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
+        return Support.no("its layers keep the prompt beside a window, and the cache outlives the request")
+    if isinstance(mask, Tensor) and not bool((mask != 0).all()):
+        # transformers looks for padding of the prompt at other places, once the window is full.
+        return Support.no("a row has padding, and its layers keep the prompt beside a window")
     return SUPPORTED
 
 

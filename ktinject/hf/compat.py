@@ -138,6 +138,10 @@ COMPRESSED_MODELS = frozenset({f"{_V4}:DeepseekV4ForCausalLM"})
 _M3 = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl:MiniMaxM3VLSparse"
 _BLOCKS, _STATIC_BLOCKS = f"{_M3}CacheLayer", f"{_M3}StaticCacheLayer"
 BLOCK_CACHES = frozenset({_BLOCKS, _STATIC_BLOCKS})
+# Layers of caches that keep all tokens of the prompt beside a window of those behind it.
+_OCR = "transformers.models.unlimited_ocr.modeling_unlimited_ocr"
+_PROMPT = f"{_OCR}:UnlimitedOcrDynamicReferenceSlidingWindowLayer"
+PROMPT_CACHES = frozenset({_PROMPT})
 # Models that make caches of a class of their own.
 _M1 = "transformers.models.minimax.modeling_minimax"
 OWN_CACHES, OWN_CACHE = frozenset({f"{_M1}:MiniMaxForCausalLM"}), f"{_M1}:MiniMaxCache"
@@ -322,6 +326,15 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         *_each(_BLOCKS, "update_index", "(self, idx_k)", "a step's keys of an index, to a layer of ours"),
         *_each(f"{_BLOCKS}.__init__", "idx_keys", SET, "copied"),
         *_each(f"{_STATIC_BLOCKS}.__init__", "idx_keys", SET, "copied"),
+    ),
+    "prompts": (
+        *_each(
+            f"{_PROMPT}.__init__",
+            "prefill_length prefill_cumulative_length prefill_keys prefill_values",
+            SET,
+            "copied, and asked for by the model's masks",
+        ),
+        Private(_LAYER, "_layer_type", THERE, "by what the model finds such layers"),
     ),
     "own_caches": (
         Private(OWN_CACHE, "get_linear_cache", "(self, layer_idx)", "a layer's state"),

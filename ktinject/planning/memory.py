@@ -200,7 +200,8 @@ def cache_sizes(
 
 def _size(each: int, kind: LayerKind) -> CacheSize:
     """Of a layer to which a token adds so many bytes."""
-    own = CacheSize({kind.window: each})
+    # Of a prompt that is kept beside a window, the length is not known.
+    own = CacheSize({None if kind.keeps_prompt else kind.window: each})
     if kind.rate is None:
         return own
     # A compressed key and the index's are no wider than a key and a value. And of the tokens of two windows it is kept

@@ -36,9 +36,9 @@ std::string shown(const std::vector<int>& shape) {
   return text + "]";
 }
 
-// Places of the rows of a step that are computed with this one.
+// Places of the rows of a step that are computed with this one. prompt: the tokens before a ring; 0: there are none.
 Places places_of(const LayerCache& cache, const Step& step, int row, int heads, int key_size, int value_size,
-                 int window) {
+                 int window, int prompt = 0) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("cache: " + what); };
   auto is = [&](const Cached& one, int width) {
     return one.dtype == step.dtype && one.shape.size() == 4 && one.shape[0] == step.together() &&
@@ -50,13 +50,13 @@ Places places_of(const LayerCache& cache, const Step& step, int row, int heads, 
            std::to_string(key_size) + "] and " + rows + std::to_string(value_size) + "] of the model's dtype");
   }
   const int capacity = cache.first.shape[2];
-  if (window > 0 && capacity > window)
+  if (window > 0 && prompt == 0 && capacity > window)
     refuse("found " + std::to_string(capacity) + " places for a window of " + std::to_string(window));
   const int position = step.position_of(row);
-  if (position >= capacity && capacity != window)
+  if (position >= capacity && (window == 0 || capacity < prompt + window))
     refuse("position " + std::to_string(position) + " of a cache of " + std::to_string(capacity));
-  if (window == 0) return {capacity, position, position + 1};
-  return {capacity, position % window, std::min(position + 1, window)};
+  if (window == 0 || position < prompt) return {capacity, position, position + 1};
+  return {capacity, prompt + (position - prompt) % window, std::min(position + 1, prompt + window)};
 }
 
 // sum [batch, heads, value] times what a gate [batch, gates] says, of a head or of each of its values.
@@ -105,6 +105,8 @@ GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(conf
   if (config_.v_norm.weight != nullptr && config_.v_norm.size != value())
     throw std::invalid_argument("attention: a norm of values must be one of a head's " + std::to_string(value()));
   if (config_.chunked && config_.window == 0) throw std::invalid_argument("attention: chunks of how many tokens?");
+  if (config_.keeps_prompt && (config_.window == 0 || config_.chunked || config_.index != nullptr))
+    throw std::invalid_argument("attention: a prompt is kept beside a window, without chunks and an index");
   if (config_.tuned.every < 0) throw std::invalid_argument("attention: queries tuned by less than one position");
   if (config_.power.every < 0) throw std::invalid_argument("attention: queries grow by less than one position");
   if (config_.gate_bias != nullptr && config_.gate == nullptr)
@@ -138,7 +140,10 @@ bool GroupedAttention::fits(int hidden) const {
 void GroupedAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
   const int heads = config_.heads, groups = config_.groups, size = config_.size, batch = step.batch;
   const int dv = value(), gates = config_.gate == nullptr ? 0 : config_.gate->config().out_features;
-  places_of(cache, step, batch - 1, groups, size, dv, config_.window);
+  const int prompt = config_.keeps_prompt ? step.prompt : 0, window = config_.window;
+  if (config_.keeps_prompt && prompt < 1)
+    throw std::invalid_argument("attention: a prompt is kept, of so many tokens as the step has to say");
+  places_of(cache, step, batch - 1, groups, size, dv, window, prompt);
   const gemm::StepOps& ops = gemm::step_ops();
   if (step.rotary > size) throw std::invalid_argument("attention: more values are turned than a head has");
   const size_t wide = product(size, config_.gated ? 2 : 1);  // what q_proj gives a head
@@ -148,7 +153,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
                k_at = arrays.take(product(batch, groups, size)), v_at = arrays.take(product(batch, groups, dv)),
                head_at = arrays.take(product(6, size)), sum_at = arrays.take(product(batch, heads, dv)),
                gate_at = arrays.take(config_.gated ? product(batch, heads, size) : product(batch, gates)),
-               mask_at = arrays.take(has_masks ? product(step.together(), config_.window) / sizeof(float) + 1 : 0);
+               mask_at = arrays.take(has_masks ? product(step.together(), prompt + window) / sizeof(float) + 1 : 0);
   const runtime::Scratch memory(arrays.count());
   float *q = memory + q_at, *k = memory + k_at, *v = memory + v_at, *head = memory + head_at, *sum = memory + sum_at;
   float* gate = memory + gate_at;
@@ -164,7 +169,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     ops.round(v, batch * groups * dv, step.dtype);
     for (int i = 0; i < batch * groups * dv; ++i) v[i] *= config_.value_scale;
   }
-  if (step.consecutive) remember_ring(step, cache, config_.window);
+  if (step.consecutive) remember_ring(step, cache, window, prompt);
   auto norm_all = [&](float* values, const Norm& norm) {
     if (norm.weight == nullptr || norm.size == size) return;
     ops.round(values, norm.size, step.dtype);
@@ -213,13 +218,13 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
   const int block = config_.index == nullptr ? 0 : config_.index->forward(x, step, cache);
   // A token's keys are written when those before it have attended: in a ring, they take the place of older ones.
   for (int first = 0; first < batch; first += step.together()) {
-    const Places places = places_of(cache, step, first, groups, size, dv, config_.window);
+    const Places places = places_of(cache, step, first, groups, size, dv, window, prompt);
     const bool wraps = has_masks && step.position_of(first) >= places.count;
     for (int row = first; row < first + step.together(); ++row) {
       prepare(row, places);
-      if (wraps)
-        mask_of_ring(step.mask_of(row), step.position_of(row), places.count, config_.chunked,
-                     masks + product(row - first, places.count));
+      uint8_t* mask = masks + product(row - first, places.count);
+      if (wraps && prompt > 0) mask_behind_prompt(step.mask_of(row), step.position_of(row), window, prompt, mask);
+      else if (wraps) mask_of_ring(step.mask_of(row), step.position_of(row), places.count, config_.chunked, mask);
     }
     if (block > 0) {
       const auto all = cache.choice->is_all.begin() + first;

@@ -25,7 +25,7 @@ struct Cached {
 
 // What the last step of several tokens has overwritten, and what a layer needs to make it for fewer of them.
 struct Undo {
-  int position = 0, rows = 0;
+  int position = 0, rows = 0, prompt = 0;  // prompt: tokens that lie before a ring
   std::vector<std::byte> first, second;
   std::vector<float> inputs;
 
@@ -77,6 +77,7 @@ struct Step {
   // [batch]: of each token in its text, which padding before it is not counted in; null: there is none
   const int64_t* positions = nullptr;
   const int64_t* tokens = nullptr;  // [batch]: their numbers; null: there are none
+  int prompt = 0;  // tokens of the prompt, which some layers with a window keep beside it; 0: that is not known
 
   // Rows that are computed beside each other, those that a cache has, and what belongs to a row.
   int together() const { return consecutive ? 1 : batch; }
@@ -115,7 +116,7 @@ class DecoderAttention {
 // first `rotary` values of each head are turned, behind the norms or before them.
 //
 // Of a layer with a window, the cache is a ring: position p lies at place p % window. Attention does not depend on the
-// order of keys, and what the ring holds is what the window shows.
+// order of keys, and what the ring holds is what the window shows. One that keeps the prompt has a ring behind it.
 struct GroupedAttentionConfig {
   const gemm::Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;  // v null: values are what k gives
   Norm q_norm, k_norm;  // of `size` values, or of those of all heads (MiniMax-M2, OLMoE)
@@ -134,6 +135,7 @@ struct GroupedAttentionConfig {
   Norm v_norm;                         // of a head's values (Gemma 4)
   // A row's tokens are cut into pieces of `window`, and a token attends to those of its own piece (Llama 4).
   bool chunked = false;
+  bool keeps_prompt = false;         // all of it is attended to, and of what is behind it a window (Unlimited-OCR)
   Steps tuned;                       // of queries, for the position behind their own
   Power power;                       // the same, where padding before a token is not counted
   const float* gate_bias = nullptr;  // [heads], added to what `gate` gives their values (BEAM)

@@ -80,7 +80,7 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
              const std::optional<Input>& sin, const std::optional<Mask>& mask, int position, HeldCache& cache,
              int first, int last, const HeldNorm* final_norm, bool consecutive, const std::optional<Live>& live,
              int most_chosen, const std::optional<Positions>& positions, const Output& out,
-             const std::optional<Positions>& tokens, bool makes_all, const decode::HyperConnection* head) {
+             const std::optional<Positions>& tokens, bool makes_all, const decode::HyperConnection* head, int prompt) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto batch = x.shape(0);
@@ -98,6 +98,8 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
       out.shape(1) != (head == nullptr ? wide : static_cast<size_t>(self.hidden())))
     refuse("output: shape and dtype must be those of the hidden states, or behind a head of one stream");
   if (position < 0) refuse("position " + std::to_string(position));
+  if (prompt < 0 || prompt > position) refuse("a prompt of " + std::to_string(prompt) + " tokens");
+  step.prompt = prompt;
   if (final_norm != nullptr && (!final_norm->is_of(dtype) || final_norm->norm.size != self.hidden()))
     refuse("the final norm must be one of " + std::to_string(self.hidden()) + " values of the model's dtype");
   if (cos.has_value() != sin.has_value()) refuse("cos and sin belong together");
@@ -408,7 +410,8 @@ void def_attention(nb::module_& m) {
              float scale, int window, std::optional<FloatVector> sinks, bool gated, bool neighbours, bool norms_last,
              int value, float value_scale, const gemm::Linear* gate, bool has_softplus,
              const attention::BlockIndex* index, const HeldNorm* v_norm, bool chunked, float tuned_every,
-             float tuned_factor, std::pair<float, float> power, std::optional<FloatVector> gate_bias) {
+             float tuned_factor, std::pair<float, float> power, std::optional<FloatVector> gate_bias,
+             bool keeps_prompt) {
             if (gate_bias && gate_bias->shape(0) != static_cast<size_t>(heads))
               throw std::invalid_argument("attention: one bias of gates a head is needed");
             if (sinks && sinks->shape(0) != static_cast<size_t>(heads))
@@ -432,6 +435,7 @@ void def_attention(nb::module_& m) {
             config.chunked = chunked;
             config.tuned = {tuned_every, tuned_factor};
             config.power = {power.first, power.second};
+            config.keeps_prompt = keeps_prompt;
             config.gate_bias = gate_bias ? gate_bias->data() : nullptr;
             new (self) attention::GroupedAttention(config);
           },
@@ -442,9 +446,9 @@ void def_attention(nb::module_& m) {
           nb::arg("gate").none() = nb::none(), nb::arg("has_softplus") = false, nb::arg("index").none() = nb::none(),
           nb::arg("v_norm").none() = nb::none(), nb::arg("chunked") = false, nb::arg("tuned_every") = 0.0f,
           nb::arg("tuned_factor") = 0.0f, nb::arg("power") = std::pair(0.0f, 0.0f), nb::arg("gate_bias") = nb::none(),
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 19>(),
-          nb::keep_alive<1, 21>(), nb::keep_alive<1, 22>(), nb::keep_alive<1, 27>());
+          nb::arg("keeps_prompt") = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 13>(),
+          nb::keep_alive<1, 19>(), nb::keep_alive<1, 21>(), nb::keep_alive<1, 22>(), nb::keep_alive<1, 27>());
   def_gated_delta(m);
   def_decaying_state(m);
   def_short_convolution(m);
@@ -514,7 +518,7 @@ void def_decoder(nb::module_& m) {
            nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(),
            nb::arg("most_chosen") = 0, nb::arg("positions") = nb::none(), nb::arg("out"),
            nb::arg("tokens") = nb::none(), nb::arg("makes_all") = false, nb::arg("head") = nb::none(),
-           nb::call_guard<WithoutGil>(),
+           nb::arg("prompt") = 0, nb::call_guard<WithoutGil>(),
            "out [batch, streams * hidden] = x through layers first to last - 1; or [batch, hidden] = these streams "
            "collapsed by a head, where it is given, as is the final norm. The cache takes up these tokens, before "
            "which `position` came; they attend to those where mask [batch, n] is "
@@ -523,7 +527,7 @@ void def_decoder(nb::module_& m) {
            "are not live [batch] bool, no routed expert is computed. Indexers choose at most `most_chosen` places, if "
            "that is not 0, and not blocks of them. positions [batch]: of the tokens in their texts, where padding "
            "before them is not counted. tokens [batch]: their numbers. makes_all: compressors make the keys of windows "
-           "that are not complete, too.")
+           "that are not complete, too. prompt: tokens that layers which keep them have in a cache before their rings.")
       .def("keep", &keep, nb::kw_only(), nb::arg("cache"), nb::arg("kept"), nb::call_guard<WithoutGil>(),
            "Leave in the cache what the first `kept` tokens of the last step, of consecutive rows, would have left.");
 }

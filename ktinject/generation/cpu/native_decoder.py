@@ -53,6 +53,8 @@ class _Call:
         """What a layer has left in the cache: a copy."""
         layer = self.cache.layers[index]
         place = self.cache_position % (kind.window or self.cache_position + 1)
+        if kind.keeps_prompt:
+            place = int(layer.place)
         found = [tensor if kind.is_state else tensor[:, :, place] for tensor in tensors_of(layer)]
         if isinstance(layer, CompressedLayer):
             window, slot = divmod(self.cache_position, layer.rate)
@@ -148,6 +150,7 @@ class NativeDecoder:
             consecutive=True,
             positions=positions[0].contiguous(),
             tokens=ids[0].contiguous(),
+            prompt=cache.prompt,
             head=layers.head,
             out=out,
         )
@@ -215,6 +218,7 @@ class NativeDecoder:
             most_chosen=most_chosen,
             positions=call.positions[:, 0].contiguous(),
             tokens=call.ids[:, 0].contiguous(),
+            prompt=call.cache.prompt,
             makes_all=most_chosen > 0,
             head=head,
             out=out.flatten(1),

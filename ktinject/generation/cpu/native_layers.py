@@ -246,6 +246,7 @@ def _grouped(
         scale=spec.scaling,
         window=kind.window or 0,
         chunked=kind.is_chunked,
+        keeps_prompt=kind.keeps_prompt,
         sinks=sinks,
         gated=spec.has_output_gate,
         neighbours=spec.turning.by_neighbours,
@@ -275,8 +276,8 @@ def _latent(
         raise UnknownLayer(f"its kv_b_proj is a {type(module.kv_b_proj).__name__} of another dtype")
     if not module.kv_b_proj.weight.is_contiguous():
         raise UnknownLayer("the weight of its kv_b_proj is not contiguous")
-    if kind.is_chunked:
-        raise UnknownLayer("its latent attention has chunks")
+    if kind.is_chunked or kind.keeps_prompt:
+        raise UnknownLayer("its latent attention has chunks, or keeps the prompt beside a window")
     if latent.rope not in ("halves", "neighbours", "complex", "none"):
         raise UnknownLayer(f"it rotates by {latent.rope}")
     tuned = latent.tuned or (0.0, 0.0)

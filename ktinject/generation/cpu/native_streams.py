@@ -165,7 +165,8 @@ def _shared_key(module: Any, kind: LayerKind, dtype: torch.dtype, copies: Copies
         raise UnknownLayer(f"{type(module).__name__} is not known in layers of several streams")
     spec = known(compressed_spec.of_attention(module))
     has_compressor = getattr(module, "compressor", None) is not None
-    if kind.window is None or kind.is_state or kind.indexed or (kind.rate is not None) != has_compressor:
+    is_other = kind.is_state or kind.indexed or kind.keeps_prompt
+    if kind.window is None or is_other or (kind.rate is not None) != has_compressor:
         raise UnknownLayer(f"its cache is not what a {type(module).__name__} needs")
     grouped: Any = adapters.unadapted(module.o_a_proj)
     groups: Any = getattr(grouped, "n_groups", None)

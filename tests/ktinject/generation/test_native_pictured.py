@@ -92,7 +92,7 @@ def made(
     **changes: Any,
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """As that of answers.py, of a model of text and images; all experts are taken, so that none can turn over."""
-    config = {"num_experts_per_tok": 6, "moe_k": 6, **FAMILIES[family], **changes}
+    config = {"num_experts_per_tok": 6, "moe_k": 6, **FAMILIES.get(family, {}), **changes}
     model, truth = (
         varied(doubled(multimodal.tiny(family, **config).bfloat16())).to(device, dtype) for _ in range(2)
     )
