@@ -210,9 +210,8 @@ class _Probe:
         mask[:, position + 1 :] = False
         # Of layers that keep the prompt, rows with padding stay with the model's own steps.
         if not any(kind.keeps_prompt for kind in self._kinds):
-            mask[0, :7] = mask[0, position - 1] = (
-                False  # the latter in every window but one of a single token
-            )
+            # The latter in every window but one of a single token.
+            mask[0, :7] = mask[0, position - 1] = False
         added: torch.dtype | None = None
         for index, (found, kind) in enumerate(zip(self._run(mask), self._kinds, strict=True)):
             if kind.is_state:
