@@ -178,8 +178,8 @@ def outliers(x: Tensor) -> Tensor:
     """The values of each row that are multiplied apart from its int8 values, as booleans.
 
     Those above a limit, at first the row's largest magnitude. It is halved i times, for i from 1 on, where that adds no
-    more than 2^i outliers, of which one at least is 1.25 times the limit, and so on from there, 10 times in all. At most
-    16 are chosen, and one of 16 values.
+    more than 2^i outliers, one of them at least 1.25 times the limit, and so on from there, 10 times in all. At most 16
+    are chosen, and one of 16 values.
     """
     magnitude = x.float().abs()
     most = magnitude.amax(-1, keepdim=True)

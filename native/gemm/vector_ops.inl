@@ -263,17 +263,13 @@ static void add_outliers_of(OutlierRows& rows, const std::byte* panel, int first
       add_products<kRows>(shared, values + row * shared, c + row * kPanel, column);
     for (; row < count; ++row) add_products<1>(shared, values + row * shared, c + row * kPanel, column);
   }
-  alignas(64) float own[Outliers::kMost * kPanel];
   for (int i = rows.before[first]; i < rows.before[first + count]; ++i) {
     const Outliers& of = rows.outliers[rows.apart[i]];
-    const float* columns[Outliers::kMost];
-    for (int j = 0; j < of.count; ++j) {
-      const int place = rows.places[i * Outliers::kMost + j];
-      columns[j] = place < shared ? rows.columns + place * kPanel : own + j * kPanel;
-      if (place == shared) read_column<format>(rows, panel, of.at[j], own + j * kPanel);
-    }
-    add_products<1>(of.count, of.value, c + (rows.apart[i] - first) * kPanel,
-                    [&](int j, int v) { return load_lanes<Vector>(columns[j] + v * kWide); });
+    const uint8_t* places = rows.places + i * Outliers::kMost;
+    add_products<1>(of.count, of.value, c + (rows.apart[i] - first) * kPanel, [&](int j, int v) {
+      return places[j] < shared ? load_lanes<Vector>(rows.columns + places[j] * kPanel + v * kWide)
+                                : weights_of<format>(rows, panel, of.at[j], v * kWide);
+    });
   }
 }
 

@@ -193,6 +193,44 @@ def test_outliers_have_the_same_bits_beside_any_others(group_size, symmetric):
         assert errors[0] < errors[1], kernel
 
 
+@pytest.mark.parametrize(
+    "group_size,symmetric", [(32, True), (64, True), (128, True), (32, False), (128, False)]
+)
+@pytest.mark.parametrize("kernel", ["amx_int4", "modelled_amx_int4"])
+def test_int4_weights_become_whole_numbers_of_a_level(kernel, group_size, symmetric):
+    """Rows with a single one show each weight as tiles have it, with few rows as with many: a level is 1/127 of the
+    largest weight that an output could have, and a weight is rounded once, or first to 1/256 of it. Scales may be
+    negative and of any size."""
+    if reason := next(row["reason"] for row in TABLE if row["name"] == kernel):
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    k, n, groups = 320, 64, -(-320 // group_size)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    scales = (torch.randn(n, groups) * torch.rand(n, groups).mul(-8).exp()).bfloat16().float()
+    zeros = None if symmetric else torch.randint(0, 16, (n, groups), dtype=torch.uint8)
+    linear = _native.Linear(
+        out_features=n, in_features=k, weights="int4", group_size=group_size, symmetric=symmetric, has_bias=False,
+        kernel=kernel,
+    )  # fmt: skip
+    linear.allocate()
+    linear.load_integers(codes, scales, zeros)
+    weight = torch.empty(n, k)
+    linear.unpack(weight)
+    zero = torch.full((n, groups), 8) if zeros is None else zeros.int()
+    level = (scales.abs() * torch.maximum(zero, 15 - zero)).amax(1) / 127
+    for rows in (7, 32, 64, k):
+        found = torch.full((k, n), math.nan)
+        try:
+            _native.take_outliers(False)
+            for some, out in zip(torch.eye(k).split(rows), found.split(rows), strict=True):
+                linear.forward(some, out)
+        finally:
+            _native.take_outliers(True)
+        levels = found.T.double() / level[:, None].double()
+        assert (levels - levels.round()).abs().max() < 1e-4
+        assert (levels - weight.double() / level[:, None].double()).abs().max() < 0.5 + 1 / 256 + 1e-3
+
+
 @pytest.mark.parametrize("weights", k_quants.KINDS)
 def test_a_token_has_the_same_bits_beside_any_others_and_with_any_instructions(weights):
     """The sum of a block is a whole number in every kernel; the reference adds blocks up with a rounding more."""
