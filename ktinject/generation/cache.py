@@ -56,6 +56,7 @@ class KVBucket(Cache):
     masks           window, or None → [b, 1, 1, n] bool: what the step may attend to, in the order of its places
     past            of a step of several tokens of one text, what notes the states between them; else None
     asks_hidden     a step is to leave in `hidden` what its logits are made of, [n, 1, hidden]
+    logits          [b, v] fp32: where a forward may leave those that it returns; None: it makes them
     is_compared     the step's parts are compared with the model's, also in what nobody sees yet
     prompt          tokens that layers which keep the prompt have before their rings
     """
@@ -75,8 +76,10 @@ class KVBucket(Cache):
         self.asks_hidden = self.is_compared = False
         self.prompt = 0
         self.hidden: Any = None
+        self.logits: Tensor | None = None
         self.cache_position, self.places, self.masks = cache_position, places, masks
         self._states = states
+        self._fixed = [(at, *found) for at, found in enumerate(states) if found is not None]
 
     def states_of(self, index: int) -> tuple[Tensor, ...]:
         """The states of fixed size of a layer, or what a step writes of its compressed keys: what a step that is
@@ -89,10 +92,9 @@ class KVBucket(Cache):
 
     def keep_in_place(self, index: int | None = None) -> None:
         """Have the states of a layer, or of all, where they were before. Raises RuntimeError for another shape."""
-        for at, (layer, found) in enumerate(zip(self.layers, self._states)):
-            if found is not None and index in (None, at):
-                states, tensors = found
-                states.keep_in_place(layer, tensors)
+        for at, states, tensors in self._fixed:
+            if index in (None, at):
+                states.keep_in_place(self.layers[at], tensors)
 
     def transfer(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """As `Stages.transfer`. The next token's position and places go along, for the layers on that GPU."""

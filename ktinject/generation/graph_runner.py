@@ -285,10 +285,12 @@ class GraphRunner:
     def _compute(self, bucket: int, stages: Stages, forward: Forward, *, has_hidden: bool) -> None:
         view = self.cache.bucket(bucket)
         view.stages, view.asks_hidden, view.hidden = stages, has_hidden, None
+        view.logits = self.logits
         with submits.only(self.live):
             logits = forward(self.ids, self.cache.mask[..., :bucket], self.cache.positions, view)
         view.keep_in_place()
-        self.logits.copy_(logits)
+        if logits is not self.logits:
+            self.logits.copy_(logits)
         self.cache.advance()
         if isinstance(view.hidden, Tensor) and view.hidden.shape[:-1] == (1, 1):
             if self._hidden is None:  # in a step before the one that is captured

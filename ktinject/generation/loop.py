@@ -98,7 +98,7 @@ def run(
         found = mailbox.read(waiting).clone()
         tokens, alive = found[:2]
         step.check(found)
-        if pad is not None:
+        if pad is not None and stop is not None:
             tokens = tokens.masked_fill_(stopped, pad)  # a row stopped by a string was one step ahead
         produced.append(tokens)
         if stop is not None:
@@ -110,7 +110,7 @@ def run(
                 step.end_row(row)
         if streamer is not None:
             streamer.put(tokens)
-        ended = bool((stopped | (alive == 0)).all())
+        ended = not (alive if stop is None else alive * ~stopped).any()
         if is_last or ended:
             if ahead is not None and generator is not None:
                 generator.set_offset(drawn)

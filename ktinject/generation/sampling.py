@@ -9,7 +9,7 @@ tokens in both.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -149,6 +149,11 @@ class Sampler:
         self._chooser: Chooser | None = None
         if ids.is_cuda and _native.cuda_built():
             self._chooser = Chooser(ids, self.result, self._length, self._seen, self._ends, sampling.pad)
+        self._choice: Any = None
+        if ids.is_cpu and (not sampling.do_sample or _draws_as_torch()):
+            self._choice = _native.TokenChoice(
+                ids=ids, result=self.result, length=self._length, ends=self._ends, pad=sampling.pad
+            )
 
     def begin(self, prompt: Tensor, request: Request) -> None:
         """Start a request.
@@ -179,6 +184,12 @@ class Sampler:
         if self._chooser is not None:
             noise = torch.empty_like(scores).exponential_(1) if self.sampling.do_sample else None
             self._chooser(scores, noise)
+            return
+        if self._choice is not None:
+            _choose(self._choice.choose, scores, draws=self.sampling.do_sample)
+            self._choice.take()
+            if self.sampling.has_penalty:
+                self._seen.scatter_(1, self.ids, True)
             return
         tokens = _drawn(scores) if self.sampling.do_sample else greatest(scores)
         alive = self.result[1]
@@ -227,13 +238,9 @@ def _drawn(scores: Tensor) -> Tensor:
     """A token for each row of scores [b, v], as torch.multinomial draws it, which looks at its input."""
     if not scores.is_cpu or not _draws_as_torch():
         return _drawn_by_torch(scores, None)
-    while True:
-        state = torch.default_generator.get_state()
-        drawn = state.clone()
-        tokens = _native_choice(scores, drawn)
-        # Where another thread has drawn from the generator meanwhile, these numbers are his.
-        if _native.exchange_state(torch.default_generator, state, drawn):
-            return tokens
+    tokens = torch.empty(len(scores), dtype=torch.int64)
+    _choose(functools.partial(_native.choose, tokens=tokens), scores, draws=True)
+    return tokens
 
 
 def _drawn_by_torch(scores: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -243,14 +250,31 @@ def _drawn_by_torch(scores: Tensor, generator: torch.Generator | None) -> Tensor
 
 def _native_choice(scores: Tensor, state: Tensor | None) -> Tensor:
     tokens = torch.empty(len(scores), dtype=torch.int64)
+    _native_call(functools.partial(_native.choose, tokens=tokens), scores, state)
+    return tokens
+
+
+def _choose(choose: Callable[..., None], scores: Tensor, *, draws: bool) -> None:
+    """Have a native function choose tokens by scores [b, v], and move torch's generator on if it draws them."""
+    if not draws:
+        return _native_call(choose, scores, None)
+    while True:
+        state = torch.default_generator.get_state()
+        drawn = state.clone()
+        _native_call(choose, scores, drawn)
+        # Where another thread has drawn from the generator meanwhile, these numbers are his.
+        if _native.exchange_state(torch.default_generator, state, drawn):
+            return
+
+
+def _native_call(choose: Callable[..., None], scores: Tensor, state: Tensor | None) -> None:
     try:
-        _native.choose(scores=scores.contiguous(), generator=state, tokens=tokens)
+        choose(scores=scores.contiguous(), generator=state)
     except ValueError as error:
         raise OperatorError(
             f"generate: {error}. Load the model in bfloat16 or float32 if its values are beyond float16, and check "
             "its weights."
         ) from None
-    return tokens
 
 
 @functools.cache

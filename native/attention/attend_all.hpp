@@ -7,6 +7,7 @@
 
 #include "attention/tasks.hpp"
 #include "gemm/step_ops.hpp"
+#include "runtime/counters.hpp"
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
 
@@ -29,8 +30,16 @@ struct Over {
   const float* sinks = nullptr;  // [groups, heads]
 };
 
-template <class Of>
-void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* out, Of&& of) {
+// Of the thread that makes a call.
+inline runtime::Counters& attend_counters() {
+  static thread_local runtime::Counters counters;
+  return counters;
+}
+
+// before(index) for index < items comes first, in the same call: what queries and the cache are made of.
+template <class Of, class Before>
+void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* out, Of&& of, int items,
+                Before&& before) {
   const int heads_of_row = over.groups * over.heads;
   const runtime::Session session;
   runtime::ThreadPool& workers = *session;
@@ -54,7 +63,7 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
   const runtime::Scratch parts(parts_count + wide * static_cast<size_t>(serial ? 1 : workers.threads()));
   float* own = parts + parts_count;
   // Parts of a split lie together: [splits, batch, groups, heads]. Neighbouring tasks read the same stretch.
-  each(workers, serial, units * splits, [&](int index, int worker) {
+  auto attend = [&](int index, int worker) {
     const int split = index / units, unit = index % units, block = unit % blocks, pair = unit / blocks;
     gemm::Attend task = of(pair / over.groups, pair % over.groups);
     task.scale = over.scale;
@@ -66,13 +75,46 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
     task.scratch = own + static_cast<size_t>(worker) * wide;
     task.out = parts + (static_cast<size_t>(split) * all + static_cast<size_t>(pair * over.heads + first)) * part;
     ops.attend(task);
-  });
-  const bool few = serial || all * static_cast<size_t>(splits) * part < kSerialProducts;
-  each(workers, few, static_cast<int>(all), [&](int head, int) {
+  };
+  auto merge = [&](int head) {
     ops.merge(parts + static_cast<size_t>(head) * part, splits, all * part, over.dv,
               over.sinks == nullptr ? nullptr : over.sinks + head % heads_of_row, dtype,
               out + static_cast<size_t>(head) * static_cast<size_t>(over.dv));
+  };
+  const bool few = all * static_cast<size_t>(splits) * part < kSerialProducts;
+  if (serial) {
+    for (int index = 0; index < items; ++index) before(index);
+    for (int index = 0; index < units * splits; ++index) attend(index, 0);
+    for (int head = 0; head < static_cast<int>(all); ++head) merge(head);
+    return;
+  }
+  const int together = std::max(1, (items + workers.threads() - 1) / workers.threads());
+  const int early[] = {(items + together - 1) / together};  // tasks that attention waits for
+  runtime::Counters& left = attend_counters();
+  left.begin(early[0], static_cast<size_t>(units), splits);
+  each(workers, false, early[0] + units * splits, [&](int index, int worker) {
+    if (index < early[0]) {
+      for (int i = index * together; i < std::min(items, (index + 1) * together); ++i) before(i);
+      left[0].fetch_sub(1, std::memory_order_acq_rel);
+      return;
+    }
+    index -= early[0];
+    const bool is_ready = workers.await([&] { return left[0].load(std::memory_order_acquire) == 0; }, early, worker,
+                                        [] { return false; });
+    if (!is_ready) return;  // the call is ending without this
+    attend(index, worker);
+    // Who is the last with a unit's heads puts them together, where this is little work.
+    const int unit = index % units;
+    if (left[1 + static_cast<size_t>(unit)].fetch_sub(1, std::memory_order_acq_rel) != 1 || !few) return;
+    const int first = unit / blocks * over.heads + unit % blocks * most;
+    for (int head = first; head < std::min(first + most, (unit / blocks + 1) * over.heads); ++head) merge(head);
   });
+  if (!few) each(workers, false, static_cast<int>(all), [&](int head, int) { merge(head); });
+}
+
+template <class Of>
+void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* out, Of&& of) {
+  attend_all(ops, over, dtype, out, of, 0, [](int) {});
 }
 
 }  // namespace ktinject::attention

@@ -1,5 +1,5 @@
-// Attention of one token a row: projections on the pool, norms and rotation by the caller, then tasks of (some heads of
-// a row, some positions of the cache), whose results are put together by head.
+// Attention of one token a row: projections on the pool; then, in one call, norms and rotation by heads, and tasks of
+// (some heads of a row, some positions of the cache), whose results are put together by head.
 #include <algorithm>
 #include <cmath>
 #include <span>
@@ -151,11 +151,13 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
   runtime::Arrays arrays;
   const size_t q_at = arrays.take(static_cast<size_t>(batch * heads) * wide),
                k_at = arrays.take(product(batch, groups, size)), v_at = arrays.take(product(batch, groups, dv)),
-               head_at = arrays.take(product(6, size)), sum_at = arrays.take(product(batch, heads, dv)),
+               query_at = arrays.take(config_.gated ? product(batch, heads, size) : 0),
+               sum_at = arrays.take(product(batch, heads, dv)),
                gate_at = arrays.take(config_.gated ? product(batch, heads, size) : product(batch, gates)),
                mask_at = arrays.take(has_masks ? product(step.together(), prompt + window) / sizeof(float) + 1 : 0);
   const runtime::Scratch memory(arrays.count());
-  float *q = memory + q_at, *k = memory + k_at, *v = memory + v_at, *head = memory + head_at, *sum = memory + sum_at;
+  float *q = memory + q_at, *k = memory + k_at, *v = memory + v_at, *sum = memory + sum_at;
+  float* query = config_.gated ? memory + query_at : q;  // side by side, as gates lie between what q_proj gives
   float* gate = memory + gate_at;
   auto* masks = reinterpret_cast<uint8_t*>(memory + mask_at);
 
@@ -175,8 +177,8 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     ops.round(values, norm.size, step.dtype);
     ops.rms_norm(values, norm, step.dtype, values);
   };
-  // To head + size.
-  auto norm_and_turn = [&](float* values, const Norm& norm, int row) {
+  // To head + size; head is scratch for six heads.
+  auto norm_and_turn = [&](float* values, const Norm& norm, int row, float* head) {
     ops.round(values, size, step.dtype);
     const bool is_normed = norm.weight != nullptr && norm.size == size;
     const float* from = values;
@@ -189,30 +191,23 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     else turn(ops, from, size, step, row, false, head + size);
     if (is_normed && config_.norms_last) ops.rms_norm(head + size, norm, step.dtype, head + size);
   };
-  auto prepare = [&](int row, const Places& places) {
-    norm_all(q + static_cast<size_t>(row * heads) * wide, config_.q_norm);
-    norm_all(k + product(row * groups, size), config_.k_norm);
-    for (int h = 0; h < heads; ++h) {
-      float* one = q + static_cast<size_t>(row * heads + h) * wide;
-      norm_and_turn(one, config_.q_norm, row);
-      // Queries come to lie side by side, over heads that are done with.
-      if (config_.gated) std::copy(one + size, one + 2 * size, gate + product(row * heads + h, size));
-      float* query = q + product(row * heads + h, size);
-      std::copy(head + size, head + 2 * size, query);
-      if (config_.tuned)
-        tune(config_.tuned, static_cast<float>(step.position_of(row)) + 1, step.dtype, false,
-             {query, static_cast<size_t>(size)});
-      if (config_.power)
-        tune(config_.power, static_cast<float>(step.own_position(row)) + 1, step.dtype,
-             {query, static_cast<size_t>(size)});
-    }
-    for (int g = 0; g < groups; ++g) {
-      float* one = k + product(row * groups + g, size);
-      norm_and_turn(one, config_.k_norm, row);
-      const size_t place = product(step.cache_row(row) * groups + g, places.capacity) + product(places.own, 1);
-      ops.store(head + size, size, step.dtype, at(cache.first.data, place * product(size, 1), step));
-      ops.store(v + product(row * groups + g, dv), dv, step.dtype, at(cache.second.data, place * product(dv, 1), step));
-    }
+  auto prepare_query = [&](int row, int h) {
+    const runtime::Scratch head(product(6, size));
+    float* one = q + static_cast<size_t>(row * heads + h) * wide;
+    norm_and_turn(one, config_.q_norm, row, head);
+    if (config_.gated) std::copy(one + size, one + 2 * size, gate + product(row * heads + h, size));
+    float* to = query + product(row * heads + h, size);
+    std::copy(head + size, head + 2 * size, to);
+    if (config_.tuned)
+      tune(config_.tuned, static_cast<float>(step.position_of(row)) + 1, step.dtype, false,
+           {to, static_cast<size_t>(size)});
+  };
+  auto prepare_key = [&](int row, int g, const Places& places) {
+    const runtime::Scratch head(product(6, size));
+    norm_and_turn(k + product(row * groups + g, size), config_.k_norm, row, head);
+    const size_t place = product(step.cache_row(row) * groups + g, places.capacity) + product(places.own, 1);
+    ops.store(head + size, size, step.dtype, at(cache.first.data, place * product(size, 1), step));
+    ops.store(v + product(row * groups + g, dv), dv, step.dtype, at(cache.second.data, place * product(dv, 1), step));
   };
   const int shared = heads / groups;
   const int block = config_.index == nullptr ? 0 : config_.index->forward(x, step, cache);
@@ -221,24 +216,32 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     const Places places = places_of(cache, step, first, groups, size, dv, window, prompt);
     const bool wraps = has_masks && step.position_of(first) >= places.count;
     for (int row = first; row < first + step.together(); ++row) {
-      prepare(row, places);
+      norm_all(q + static_cast<size_t>(row * heads) * wide, config_.q_norm);
+      norm_all(k + product(row * groups, size), config_.k_norm);
       uint8_t* mask = masks + product(row - first, places.count);
       if (wraps && prompt > 0) mask_behind_prompt(step.mask_of(row), step.position_of(row), window, prompt, mask);
       else if (wraps) mask_of_ring(step.mask_of(row), step.position_of(row), places.count, config_.chunked, mask);
     }
+    const int items = step.together() * (heads + groups);
+    auto prepare = [&](int item) {
+      const int row = first + item / (heads + groups), h = item % (heads + groups);
+      if (h < groups) prepare_key(row, h, places);
+      else prepare_query(row, h - groups);
+    };
     if (block > 0) {
       const auto all = cache.choice->is_all.begin() + first;
       if (std::find(all, all + step.together(), false) != all + step.together()) {
-        attend_blocks(q, step, cache, first, block, sum + product(first, heads, dv));
+        for (int item = 0; item < items; ++item) prepare(item);
+        attend_blocks(query, step, cache, first, block, sum + product(first, heads, dv));
         continue;
       }
     }
     const Over over{step.together(), groups, shared, places.count, size, dv, config_.scale, config_.sinks};
-    attend_all(ops, over, step.dtype, sum + product(first, heads, dv), [&](int index, int group) {
+    auto of = [&](int index, int group) {
       const int row = first + index;
       const size_t begin = product(step.cache_row(row) * groups + group, places.capacity);
       gemm::Attend task;
-      task.q = q + product((row * groups + group) * shared, size);
+      task.q = query + product((row * groups + group) * shared, size);
       task.k1 = at(cache.first.data, begin * product(size, 1), step);
       task.v = at(cache.second.data, begin * product(dv, 1), step);
       task.d1 = size;
@@ -246,7 +249,8 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
       task.dtype = step.dtype;
       task.mask = wraps ? masks + product(index, places.count) : step.mask_of(row);
       return task;
-    });
+    };
+    attend_all(ops, over, step.dtype, sum + product(first, heads, dv), of, items, prepare);
   }
   if (config_.gated) {
     ops.round(gate, batch * heads * size, step.dtype);

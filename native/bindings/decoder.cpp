@@ -22,19 +22,9 @@
 namespace ktinject {
 namespace {
 
-using Kept = Array<nb::c_contig>;
 using Mask = Array<const bool, nb::ndim<2>>;
 using Live = Array<const bool, nb::ndim<1>, nb::c_contig>;
 using Positions = Array<const int64_t, nb::ndim<1>, nb::c_contig>;
-
-// What all layers keep of the tokens before.
-struct HeldCache {
-  std::vector<Kept> held;
-  std::vector<attention::LayerCache> layers;
-  std::vector<attention::Undo> undo;      // of each layer
-  std::vector<attention::Choice> choice;  // one, of the last layer with an index
-  int rows = 0;                           // of the last step, if they were consecutive
-};
 
 attention::Cached cached_of(const Kept& array) {
   if (array.ndim() < 3 || array.ndim() > 4)
@@ -541,6 +531,7 @@ void init_decoder(nb::module_& m) {
   init_decoder_feed_forward(m);
   init_decoder_streams(m);
   def_decoder(m);
+  init_decoder_token(m);
 }
 
 }  // namespace ktinject

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include "attention/attention.hpp"
 #include "attention/projection.hpp"
@@ -30,6 +31,17 @@ struct HeldProjection {
   attention::Projection projection;
 };
 
+using Kept = Array<nb::c_contig>;
+
+// What all layers keep of the tokens before.
+struct HeldCache {
+  std::vector<Kept> held;
+  std::vector<attention::LayerCache> layers;
+  std::vector<attention::Undo> undo;      // of each layer
+  std::vector<attention::Choice> choice;  // one, of the last layer with an index
+  int rows = 0;                           // of the last step, if they were consecutive
+};
+
 inline attention::Norm norm_of(const HeldNorm* held) { return held == nullptr ? attention::Norm() : held->norm; }
 
 // Norms of many rows, and the choice of tokens.
@@ -38,6 +50,8 @@ void init_decoder_choice(nb::module_& m);
 void init_decoder_feed_forward(nb::module_& m);
 // Latent attention, behind `DecoderAttention` and `Projection`.
 void init_decoder_latent(nb::module_& m);
+// A step of one token from its number to its logits, behind `Decoder` and `DecoderCache`.
+void init_decoder_token(nb::module_& m);
 // Residual streams, and attention with compressed keys.
 void init_decoder_streams(nb::module_& m);
 

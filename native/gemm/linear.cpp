@@ -30,6 +30,8 @@ constexpr int kReadRows = 4;
 // Layers over one input that are multiplied together.
 constexpr size_t kMostTogether = 4;
 
+size_t result_bytes(DType dtype, bool is_wide) { return is_wide ? sizeof(float) : dtype_bytes(dtype); }
+
 }  // namespace
 
 Linear::Linear(LinearConfig config)
@@ -155,8 +157,9 @@ void Linear::forward(std::span<const Product> products, const void* x, DType dty
     for (int64_t first = 0; first < rows; first += most) {
       std::array<Product, kMostTogether> part;
       for (size_t i = 0; i < alike; ++i) {
-        const auto width = static_cast<size_t>(products[i].linear->config_.out_features) * dtype_bytes(dtype);
-        part[i] = {products[i].linear, static_cast<std::byte*>(products[i].y) + static_cast<size_t>(first) * width};
+        const auto& [linear, y, is_wide] = products[i];
+        const size_t width = static_cast<size_t>(linear->config_.out_features) * result_bytes(dtype, is_wide);
+        part[i] = {linear, static_cast<std::byte*>(y) + static_cast<size_t>(first) * width, is_wide};
       }
       const auto width = static_cast<size_t>(front.config_.in_features) * dtype_bytes(dtype);
       run(std::span(part.data(), alike), static_cast<const std::byte*>(x) + static_cast<size_t>(first) * width, dtype,
@@ -245,19 +248,20 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
     const int run = index / row_blocks, first = index % row_blocks * kMostRows;
     size_t i = 0;
     while (run >= starts[i + 1]) ++i;
-    const Linear& linear = *products[i].linear;
+    const auto& [product, y, is_wide] = products[i];
+    const Linear& linear = *product;
     const int first_panel = (run - starts[i]) * run_length, count = std::min(kMostRows, rows - first);
     std::byte* mine = own + static_cast<size_t>(worker) * thread_bytes;
-    const size_t y_bytes = static_cast<size_t>(linear.config_.out_features) * dtype_bytes(dtype);
+    const size_t y_bytes = static_cast<size_t>(linear.config_.out_features) * result_bytes(dtype, is_wide);
     linear.multiply(all.part(first, count, static_cast<int>(groups)), kernel, first_panel,
-                    std::min(run_length, linear.matrix_.panels - first_panel), dtype,
-                    static_cast<std::byte*>(products[i].y) + static_cast<size_t>(first) * y_bytes, mine,
+                    std::min(run_length, linear.matrix_.panels - first_panel), dtype, is_wide,
+                    static_cast<std::byte*>(y) + static_cast<size_t>(first) * y_bytes, mine,
                     mine + kResultBytes + matrix.row_bytes());
   });
 }
 
 void Linear::multiply(const PackedActivations& rows, const Kernel& kernel, int first_panel, int panels, DType dtype,
-                      std::byte* y, std::byte* own, std::byte* scratch) const {
+                      bool is_wide, std::byte* y, std::byte* own, std::byte* scratch) const {
   auto* c = reinterpret_cast<float*>(own);
   kernel.multiply(matrix_, data_.data() + static_cast<size_t>(first_panel) * matrix_.panel_bytes(), panels, rows, c,
                   scratch, nullptr);
@@ -272,9 +276,12 @@ void Linear::multiply(const PackedActivations& rows, const Kernel& kernel, int f
     for (int row = 0; row < rows.m; ++row, c += kPanel) {
       std::byte* to =
           y + (static_cast<size_t>(row) * static_cast<size_t>(config_.out_features) + static_cast<size_t>(column)) *
-                  dtype_bytes(dtype);
+                  result_bytes(dtype, is_wide);
       const float* values = c;
-      vector_ops_->combine(&values, bias == nullptr ? nullptr : &column_bias, &one, 1, width, dtype, to);
+      alignas(64) std::byte narrow[kPanel * sizeof(float)];
+      vector_ops_->combine(&values, bias == nullptr ? nullptr : &column_bias, &one, 1, width, dtype,
+                           is_wide ? narrow : to);
+      if (is_wide) vector_ops_->widen(narrow, dtype, 1, width, reinterpret_cast<float*>(to));
     }
   }
 }

@@ -64,6 +64,7 @@ class Linear {
   struct Product {
     const Linear* linear;
     void* y;
+    bool is_wide = false;  // y is fp32, of values rounded to x's dtype
   };
   // Several layers over the same input. Those of one format share its conversion and one hand-out of tasks.
   static void forward(std::span<const Product> products, const void* x, DType dtype, int rows);
@@ -75,7 +76,7 @@ class Linear {
   bool reads_as(const Linear& other) const;
   static void run(std::span<const Product> products, const void* x, DType dtype, int rows);
   void multiply(const PackedActivations& rows, const Kernel& kernel, int first_panel, int panels, DType dtype,
-                std::byte* y, std::byte* own, std::byte* scratch) const;
+                bool is_wide, std::byte* y, std::byte* own, std::byte* scratch) const;
 
   LinearConfig config_;
   Kernels kernels_;

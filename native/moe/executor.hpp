@@ -10,36 +10,16 @@
 #include <vector>
 
 #include "moe/plan.hpp"
+#include "runtime/counters.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::moe {
-
-// Tasks that are still to be done before another can start, each counter a thing that is waited for. Each has a cache
-// line: all threads count down, and others look on.
-class Counters {
- public:
-  void begin(std::span<const int> signals) {
-    if (signals.size() > capacity_) {
-      left_ = std::make_unique<Counter[]>(signals.size());
-      capacity_ = signals.size();
-    }
-    for (size_t i = 0; i < signals.size(); ++i) left_[i].left.store(signals[i], std::memory_order_relaxed);
-  }
-  std::atomic<int>& operator[](size_t index) { return left_[index].left; }
-
- private:
-  struct Counter {
-    alignas(64) std::atomic<int> left{0};
-  };
-  std::unique_ptr<Counter[]> left_;
-  size_t capacity_ = 0;
-};
 
 // What a thread keeps from pass to pass, so that a warmed-up layer allocates nothing.
 struct Workspace {
   Routing routing;
   MoePlan plan;
-  Counters counters;
+  runtime::Counters counters;
   std::vector<int> workers;              // of each node
   const Experts* foreseen_of = nullptr;  // whose weights are fetched, and of which experts, by their places
   std::vector<int> foreseen;

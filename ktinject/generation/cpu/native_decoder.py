@@ -93,6 +93,7 @@ class NativeDecoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
         self._caches: weakref.WeakKeyDictionary[KVBucket, Any] = weakref.WeakKeyDictionary()
+        self._token_steps: weakref.WeakKeyDictionary[KVBucket, Any] = weakref.WeakKeyDictionary()
         self.is_proven, self.support = False, SUPPORTED
         self.proof = Proof()
         try:
@@ -111,6 +112,15 @@ class NativeDecoder:
         """ids [b, 1], mask [b, 1, 1, n] bool, positions [b, 1], a runner's `KVBucket` → logits [b, v]."""
         model: Any = self._model()
         assert model is not None
+        if self.is_proven and (step := self._token_step(model, ids, mask, positions, cache)) is not None:
+            place = int(cache.cache_position)
+            if not step.run(place, cache.prompt):
+                first = int(positions)
+                step.turn(*self._layers.rotations.ahead(self._layers.embed.weight[:1, None], first), first)
+                is_done = step.run(place, cache.prompt)
+                assert is_done, "its rotation is there now"
+            assert cache.logits is not None, "where the step leaves them"
+            return cache.logits
         call = _Call(ids, mask, positions, cache)
         if self.is_proven:
             layers = self._layers
@@ -186,6 +196,28 @@ class NativeDecoder:
         if self.support:
             for copy, source in self._layers.copies:
                 copy.copy_(source)
+            self._token_steps.clear()  # with the rotations that they have
+
+    def _token_step(self, model: Any, ids: Tensor, mask: Tensor, positions: Tensor, cache: KVBucket) -> Any:
+        """A request's steps from a token to logits in one native call; None: torch makes what is around the layers."""
+        if cache not in self._token_steps:
+            found, layers = None, self._layers
+            head = layers.plain_head(model)
+            if head is not None and len(ids) == 1 and cache.logits is not None:
+                found = _native.TokenStep(
+                    decoder=layers.decoder,
+                    cache=self._cache_of(cache),
+                    norm=layers.norm,
+                    head=head,
+                    embeddings=layers.embed.weight.detach(),
+                    ids=ids,
+                    positions=positions,
+                    mask=mask[0, 0, 0],
+                    logits=cache.logits,
+                    turns=layers.rotations.turns,
+                )
+            self._token_steps[cache] = found
+        return self._token_steps[cache]
 
     def _run(
         self,

@@ -130,6 +130,18 @@ class NativeLayers:
         found: Tensor = head(x.to(head.weight.dtype) if self._casts_for_head else x)
         return self._logits_scale(found)
 
+    def plain_head(self, model: Any) -> Any:
+        """The native output layer, where embeddings are rows of a table and logits what this layer gives; or None."""
+        head = model.get_submodule(self._head_path)
+        scales = self._embedding_scale, self._logits_scale
+        is_plain = self.streams == 1 and self._read_as is None and not self._casts_for_head
+        is_plain &= all(isinstance(scale, native_ends.Scale) and scale.by == 1.0 for scale in scales)
+        is_plain &= (
+            type(self.embed) is nn.Embedding and self.embed.max_norm is None and type(head) is CpuLinear
+        )
+        hooked = any(one._forward_hooks or one._forward_pre_hooks for one in (self.embed, head))
+        return head.native if is_plain and not hooked else None
+
     def __len__(self) -> int:
         return len(self.layers)
 

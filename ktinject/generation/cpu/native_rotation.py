@@ -11,6 +11,11 @@ from torch import Tensor
 
 from ktinject.generation.cpu.native_parts import UnknownLayer
 
+# Kinds of rotations whose angles are those of the position alone; others go by the longest text so far.
+_BY_POSITION = frozenset({"default", "linear", "llama3", "yarn"})
+# Positions that these are found for at once.
+_AHEAD = 64
+
 # cos and sin [b, n, …] of each kind of layer that turns something; empty where none does.
 Rotation = list[tuple[Tensor, Tensor]]
 
@@ -53,6 +58,7 @@ class Rotations:
         turned = self(x, torch.ones(1, 1, dtype=torch.int64))
         self._interleaved = [_is_interleaved(cos, n) for (cos, _), n in zip(turned, self._frequencies)]
         self._widths = [self._doubled(one, kind)[0].shape[-1] for kind, one in enumerate(found)]
+        self._count = _AHEAD if self._goes_by_position(x) else 1
 
     def _find_axes(self, x: Tensor) -> Rotation:
         """How the rotary embedding takes positions: that of text and images needs three in some versions."""
@@ -73,6 +79,27 @@ class Rotations:
             given = [wide if name in self._widened else x for name in self._names]
             return [parts_of(self._rotary(one, positions, name)) for one, name in zip(given, self._names)]
         return [parts_of(self._rotary(x, positions))]
+
+    @property
+    def turns(self) -> bool:
+        """Whether some layer turns by what the model gives it."""
+        return bool(self._widths)
+
+    def ahead(self, x: Tensor, first: int) -> tuple[Tensor | None, Tensor | None]:
+        """cos and sin [n, all columns] of positions first to first + n - 1: so many as can be told from one call."""
+        return self._table(x, first, self._count)
+
+    def _table(self, x: Tensor, first: int, count: int) -> tuple[Tensor | None, Tensor | None]:
+        positions = torch.arange(first, first + count)[None]
+        return self.side_by_side(self(x, positions), 0)
+
+    def _goes_by_position(self, x: Tensor) -> bool:
+        """Whether many positions at once give what each of them alone gives."""
+        types = getattr(self._rotary, "rope_type", None)
+        if not {*(types.values() if isinstance(types, dict) else (types,))} <= _BY_POSITION:
+            return False
+        many = self._table(x, 0, _AHEAD)
+        return all(_are_rows(many, at, self._table(x, at, 1)) for at in (0, 1, _AHEAD // 2 - 1, _AHEAD - 1))
 
     def of_layer(self, rotation: Rotation, index: int) -> tuple[Tensor, Tensor] | None:
         """What a layer is given."""
@@ -117,6 +144,13 @@ class Rotations:
         if cos.shape[-1] == self._frequencies[kind]:
             return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
         return cos, sin
+
+
+def _are_rows(tables: Sequence[Tensor | None], at: int, rows: Sequence[Tensor | None]) -> bool:
+    return all(
+        table is not None and row is not None and torch.equal(table[at : at + 1], row)
+        for table, row in zip(tables, rows)
+    )
 
 
 def _is_interleaved(cos: Tensor, frequencies: int) -> bool:

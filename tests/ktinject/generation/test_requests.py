@@ -236,21 +236,33 @@ class TestRandomNumbers:
         assert torch.equal(torch.get_rng_state(), state)
 
     def test_numbers_that_another_draws_meanwhile_stay_his(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        choose, draws = sampling._native_choice, 0
+        call, draws = sampling._native_call, 0
 
-        def meanwhile(scores: Tensor, state: Tensor | None) -> Tensor:
+        def meanwhile(choose: Any, scores: Tensor, state: Tensor | None) -> None:
             nonlocal draws
-            tokens = choose(scores, state)
+            call(choose, scores, state)
             if draws == 0:
                 torch.rand(100)
             draws += 1
-            return tokens
 
         scores = torch.randn(2, 50)
         torch.manual_seed(3)
         torch.rand(100)
         wanted, state = sampling._drawn(scores), torch.get_rng_state()
         torch.manual_seed(3)
-        monkeypatch.setattr(sampling, "_native_choice", meanwhile)
+        monkeypatch.setattr(sampling, "_native_call", meanwhile)
         assert torch.equal(sampling._drawn(scores), wanted) and draws == 2
         assert torch.equal(torch.get_rng_state(), state)
+        # Of what is drawn once more, nothing has followed: the first tokens would have ended a row.
+        draws = 0
+        torch.manual_seed(3)
+        last = int(wanted.max())
+        sampler = sampling.Sampler(
+            sampling.Sampling((), True, tuple(i for i in range(50) if i not in wanted), last),
+            torch.zeros(2, 1).long(),
+            50,
+        )
+        sampler.begin(sampler.ids, sampling.Request())
+        sampler.choose(scores)
+        assert draws == 2 and torch.equal(sampler.ids[:, 0], wanted)
+        assert sampler.result.tolist() == [wanted.tolist(), [1, 1]] and sampler._length.item() == 2
