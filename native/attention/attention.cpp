@@ -201,6 +201,8 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     if (config_.tuned)
       tune(config_.tuned, static_cast<float>(step.position_of(row)) + 1, step.dtype, false,
            {to, static_cast<size_t>(size)});
+    if (config_.power)
+      tune(config_.power, static_cast<float>(step.own_position(row)) + 1, step.dtype, {to, static_cast<size_t>(size)});
   };
   auto prepare_key = [&](int row, int g, const Places& places) {
     const runtime::Scratch head(product(6, size));

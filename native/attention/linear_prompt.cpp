@@ -28,7 +28,7 @@ void convolve_prompt(const PromptConvolution& prompt) {
   const int blocks = (prompt.tokens + kTokens - 1) / kTokens;
   const runtime::Session session;
   const bool serial = product(prompt.tokens, prompt.channels, prompt.taps * prompt.batch) < kSerialProducts;
-  each(*session, serial ? Wake::none : Wake::all, prompt.batch * blocks, [&](int index, int) {
+  each(*session, serial, prompt.batch * blocks, [&](int index, int) {
     const int row = index / blocks, first = index % blocks * kTokens;
     for (int token = first; token < std::min(first + kTokens, prompt.tokens); ++token) {
       const int taps = std::min(prompt.taps, token + 1);
@@ -61,7 +61,7 @@ void delta_prompt(const PromptDelta& prompt) {
   const runtime::Scratch own(product(workers.threads(), 2 * kColumns));
   for (int first = 0; first < prompt.tokens; first += most) {
     const int count = std::min(most, prompt.tokens - first);
-    each(workers, Wake::all, prompt.batch * count, [&](int index, int) {
+    each(workers, false, prompt.batch * count, [&](int index, int) {
       const int row = index / count, token = index % count;
       float* to = wide + static_cast<size_t>(index) * width;
       for (const auto& [from, scale] : {std::pair{&prompt.q, prompt.scale}, std::pair{&prompt.k, 1.0f}}) {
@@ -74,7 +74,7 @@ void delta_prompt(const PromptDelta& prompt) {
         }
       }
     });
-    each(workers, Wake::all, prompt.batch * heads * columns, [&](int index, int worker) {
+    each(workers, false, prompt.batch * heads * columns, [&](int index, int worker) {
       const int row = index / (heads * columns), h = index / columns % heads, column = index % columns * kColumns;
       float *v = own + product(worker, 2 * kColumns), *out = v + kColumns;
       gemm::DeltaRule rule;

@@ -52,7 +52,7 @@ bool attend_prompt(const PromptAttention& prompt) {
   const size_t own = (ops.attend_prompt_scratch(all) + 15) / 16 * 16;
   const runtime::Scratch memory(own * static_cast<size_t>(serial ? 1 : workers.threads()));
   std::atomic<bool> is_whole{true};
-  each(workers, serial ? Wake::none : Wake::all, units * blocks, [&](int index, int worker) {
+  each(workers, serial, units * blocks, [&](int index, int worker) {
     const int block = blocks - 1 - index / units, unit = index % units;
     const int row = unit / prompt.groups, group = unit % prompt.groups, first = block * most;
     gemm::AttendPrompt task = all;

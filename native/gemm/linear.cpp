@@ -192,12 +192,10 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
     panels += product.linear->matrix_.panels;
   }
   const bool serial = bytes * static_cast<size_t>(rows) < kSerialBytes;
-  // A queue for each worker: of a call of some 50 µs, they would spend a few taking turns at one.
-  const auto wake = rows <= kReadRows ? runtime::ThreadPool::Wake::most : runtime::ThreadPool::Wake::all;
   auto each = [&](int tasks, auto&& task) {
     if (serial)
       for (int index = 0; index < tasks; ++index) task(index, 0);
-    else workers.parallel_for(tasks, task, wake);
+    else workers.parallel_for(tasks, task);
   };
 
   const auto m = static_cast<size_t>(rows);

@@ -63,14 +63,14 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
   // exception of a task is rethrown here once all tasks have ended; those not begun by then are left out. Calls are
   // made within a Session.
   template <class Task>
-  void parallel_for(int tasks, Task&& task, Wake wake = Wake::all) {
+  void parallel_for(int tasks, Task&& task) {
     const int lists[] = {tasks};
     run(
         lists,
         [](void* context, int, int index, int worker) {
           (*static_cast<std::remove_reference_t<Task>*>(context))(index, worker);
         },
-        &task, Steal::yes, wake);
+        &task, Steal::yes, Wake::all);
   }
 
   // The same for task(list, index, worker) with tasks[i] tasks in list i. One list is for all workers; of several, at

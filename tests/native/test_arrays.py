@@ -123,9 +123,9 @@ def mixture() -> dict[str, Any]:
     }
 
 
-def with_sinks() -> dict[str, Any]:
+def with_sinks(**more: Any) -> dict[str, Any]:
     parts = linear(64, 64), linear(32, 64), linear(32, 64), linear(64, 64)
-    return grouped(*parts, heads=4, groups=2, size=16, sinks=torch.zeros(4))
+    return {**grouped(*parts, heads=4, groups=2, size=16, sinks=torch.zeros(4)), **more}
 
 
 def delta() -> dict[str, Any]:
@@ -188,6 +188,17 @@ def indexer() -> dict[str, Any]:
             "growth": torch.ones(2), "growth_bias": torch.ones(2)}  # fmt: skip
 
 
+def pooled_index() -> dict[str, Any]:
+    """Two heads of 4 values, pools of 3 tokens."""
+    projections = {
+        name: _native.Projection(weight=torch.zeros(*shape))
+        for name, shape in (("q", (8, 6)), ("k", (4, 8)), ("gate", (4, 8)), ("weights", (2, 8)))
+    }
+    numbers = {"heads": 2, "size": 4, "top_k": 3, "epsilon": 1e-6, "score_scale": 1.0, "weight_scale": 1.0}
+    tensors = {"norm_weight": torch.ones(4), "norm_bias": torch.zeros(4), "bias": torch.zeros(3, 4)}
+    return {**projections, **numbers, **tensors}
+
+
 def compressor() -> dict[str, Any]:
     norm = _native.Norm(torch.ones(8), 1e-6, rounds_first=False)
     projections = {name: _native.Projection(linear=linear(16, 64)) for name in ("kv", "gate")}
@@ -229,6 +240,49 @@ def decoder() -> tuple[Callable[..., Any], dict[str, Any]]:
         "tokens": torch.tensor([5, 6]),
     }
     return made.forward, {"x": torch.randn(2, 64), **tables, **call, "out": torch.zeros(2, 64)}
+
+
+def token_step() -> dict[str, Any]:
+    """At place 3."""
+    made, norm = _native.Decoder(64, "float32"), _native.Norm(torch.ones(64), 1e-6)
+    unit = _native.GatedUnit(linear(32, 64), linear(32, 64), linear(64, 32))
+    made.add(norm, _native.GroupedAttention(**with_sinks()), norm, unit)
+    cache = _native.DecoderCache([torch.zeros(1, 2, 8, 16)], [torch.zeros(1, 2, 8, 16)])
+    return {
+        "decoder": made,
+        "cache": cache,
+        "norm": norm,
+        "head": linear(9, 64),
+        "embeddings": torch.randn(9, 64),
+        "ids": torch.tensor([[5]]),
+        "positions": torch.tensor([[3]]),
+        "mask": torch.ones(8, dtype=torch.bool),
+        "logits": torch.zeros(1, 9),
+        "turns": True,
+    }
+
+
+def run_step(**arguments: Any) -> None:
+    step = _native.TokenStep(**arguments)
+    step.turn(torch.ones(1, 16), torch.zeros(1, 16), 3)
+    assert step.run(3)
+
+
+def token_choice() -> dict[str, Any]:
+    """Of two rows."""
+    return {
+        "ids": torch.full((2, 1), -1),
+        "result": torch.tensor([[-1, -1], [1, 1]]),
+        "length": torch.zeros(1, dtype=torch.int64),
+        "ends": torch.zeros(9, dtype=torch.bool),
+        "pad": None,
+    }
+
+
+def choose_and_take(**arguments: Any) -> None:
+    choice = _native.TokenChoice(**arguments)
+    choice.choose(scores=torch.randn(2, 9), generator=None)
+    choice.take()
 
 
 def generator() -> Tensor:
@@ -335,6 +389,16 @@ CASES: dict[str, Case] = {
             "tokens": torch.zeros(2, dtype=torch.int64),
         },
     ),
+    "TokenChoice.__init__": lambda: (choose_and_take, token_choice()),
+    "TokenChoice.choose": lambda: (
+        _native.TokenChoice(**token_choice()).choose,
+        {"scores": torch.randn(2, 9), "generator": generator()},
+    ),
+    "TokenStep.__init__": lambda: (run_step, token_step()),
+    "TokenStep.turn": lambda: (
+        _native.TokenStep(**token_step()).turn,
+        {"cos": torch.ones(2, 16), "sin": torch.zeros(2, 16), "first": 3},
+    ),
     "convolve_prompt": lambda: (
         _native.convolve_prompt,
         {
@@ -404,7 +468,11 @@ CASES: dict[str, Case] = {
         {"weight": torch.zeros(4, 8), "bias": torch.zeros(4)},
     ),
     "Indexer.__init__": lambda: (_native.Indexer, indexer()),
-    "GroupedAttention.__init__": lambda: (_native.GroupedAttention, with_sinks()),
+    "PooledIndex.__init__": lambda: (_native.PooledIndex, pooled_index()),
+    "GroupedAttention.__init__": lambda: (
+        _native.GroupedAttention,
+        with_sinks(gate=linear(64, 64), gate_bias=torch.zeros(4)),
+    ),
     "DecayingState.__init__": lambda: (_native.DecayingState, decaying()),
     "GatedDelta.__init__": lambda: (_native.GatedDelta, delta()),
     "ShortConvolution.__init__": lambda: (_native.ShortConvolution, convolution()),

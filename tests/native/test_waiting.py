@@ -85,6 +85,35 @@ def decoder() -> Callable[[], Tensor]:
     return step
 
 
+def token_step() -> Callable[[], bool]:
+    """From a token's number to its logits."""
+    made, norm = _native.Decoder(64, "float32"), _native.Norm(torch.ones(64), 1e-6)
+    unit = _native.GatedUnit(*(allocated(linear(64, 64)) for _ in range(3)))
+    made.add(norm, None, None, unit)
+    empty = torch.zeros(1, 1, 8, 1)
+    step = _native.TokenStep(
+        decoder=made,
+        cache=_native.DecoderCache([empty], [empty.clone()]),
+        norm=norm,
+        head=allocated(linear(9, 64)),
+        embeddings=torch.ones(9, 64),
+        ids=torch.tensor([[5]]),
+        positions=torch.tensor([[3]]),
+        mask=torch.ones(8, dtype=torch.bool),
+        logits=torch.zeros(1, 9),
+        turns=False,
+    )
+    return lambda: step.run(3)
+
+
+def choice() -> Any:
+    result = torch.tensor([[-1], [1]])
+    ends = torch.zeros(9, dtype=torch.bool)
+    return _native.TokenChoice(
+        ids=result[:1].clone(), result=result, length=torch.zeros(1, dtype=torch.int64), ends=ends, pad=None
+    )
+
+
 def taken_back() -> Callable[[], None]:
     """All but one token of a step with states of linear attention, which are then computed once more."""
     made, norm = _native.Decoder(64, "float32"), _native.Norm(torch.ones(64), 1e-6)
@@ -184,6 +213,8 @@ TAKE: dict[str, Callable[[], Any]] = {
     ),
     "Decoder.forward": lambda: decoder()(),
     "Decoder.keep": taken_back(),
+    "TokenStep.run": lambda: token_step()(),
+    "TokenChoice.choose": lambda: choice().choose(scores=torch.randn(1, 9), generator=STATE),
 }
 # These do not, or a thread of their own does it for them. A new binding belongs to one of the two.
 DO_NOT = set(
@@ -201,7 +232,7 @@ DO_NOT = set(
     packed_version Experts.packed Linear.packed
     Experts.hidden_size Experts.count Experts.down_kernels Experts.id Experts.bytes Experts.kernels
     Experts.kernel_for Experts.shards Experts.guesses Experts.released_bytes
-    Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
+    Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add TokenStep.turn TokenChoice.take
     Slots.bytes Channel.submit Channel.wait Channel.foresee Channel.check
     ExpertCache.join ExpertCache.leave ExpertCache.step ExpertCache.places ExpertCache.hold ExpertCache.release
     ExpertCache.counts CacheCounts.uses CacheCounts.hits CacheCounts.fetches CacheCounts.bytes CacheCounts.gain
