@@ -34,10 +34,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from ktinject.errors import PlanError
@@ -152,6 +154,13 @@ _COMPRESS = f"(self, hidden_states, q_residual, position_ids, {CACHE}, layer_idx
 _ASSISTED = (
     "streamer=None, inputs_tensor=None, assistant_model=None, assistant_tokenizer=None, tokenizer=None, "
 )
+
+
+def _has(family: str) -> bool:
+    """Whether this version of transformers has a family of models, which is not imported for that."""
+    found = importlib.util.find_spec("transformers")
+    return bool(found and found.origin and (Path(found.origin).parent / "models" / family).is_dir())
+
 
 PRIVATE: dict[str, tuple[Private, ...]] = {
     "generation": (
@@ -327,7 +336,9 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         *_each(f"{_BLOCKS}.__init__", "idx_keys", SET, "copied"),
         *_each(f"{_STATIC_BLOCKS}.__init__", "idx_keys", SET, "copied"),
     ),
-    "prompts": (
+    "prompts": ()
+    if not _has("unlimited_ocr")
+    else (
         *_each(
             f"{_PROMPT}.__init__",
             "prefill_length prefill_cumulative_length prefill_keys prefill_values",
