@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from ktinject.hf import compat
+from ktinject.hf.private import owner_of
 from ktinject.support import SUPPORTED, Support
 
 
@@ -222,21 +223,17 @@ def kind_of(layer: Any) -> LayerKind:
 
 def is_compressed(layer: Any) -> bool:
     """Whether a cache's layer is of a class of transformers' with compressed keys."""
-    return _name_of(layer) in compat.COMPRESSED_CACHES
+    return owner_of(type(layer)) in compat.COMPRESSED_CACHES
 
 
 def keeps_prompt(layer: Any) -> bool:
     """Whether a cache's layer is of a class of transformers' that keeps the prompt beside a window."""
-    return _name_of(layer) in compat.PROMPT_CACHES
+    return owner_of(type(layer)) in compat.PROMPT_CACHES
 
 
 def prompt_of(cache: Any) -> int:
     """Tokens of the prompt that layers of a cache keep beside their windows; 0: none does."""
     return max((layer.prefill_cumulative_length for layer in cache.layers if keeps_prompt(layer)), default=0)
-
-
-def _name_of(layer: Any) -> str:
-    return f"{type(layer).__module__}:{type(layer).__name__}"
 
 
 def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
@@ -308,7 +305,7 @@ def _is_known(cache: Any, layer: Any) -> bool:
     keeps_nothing = (
         kind.__module__ == Cache.__module__ and kind_of(layer).is_state and States.of(layer).number == 0
     )
-    chooses_blocks = _name_of(layer) in compat.BLOCK_CACHES and bool(compat.support("blocks"))
+    chooses_blocks = owner_of(type(layer)) in compat.BLOCK_CACHES and bool(compat.support("blocks"))
     is_indexed = kind_of(layer) == LayerKind(indexed=True) and (
         kind.__module__ == Cache.__module__ or chooses_blocks
     )

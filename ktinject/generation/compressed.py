@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from ktinject.generation.cache_layers import BucketLayer, empty, fill_rows, is_compressed
 from ktinject.hf import compat
+from ktinject.hf.private import owner_of
 from ktinject.model_class import own_class
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
@@ -279,7 +280,7 @@ def class_of(model: nn.Module) -> Any:
     names = compat.COMPRESSED_MODELS
     # Not the one that swapping made of it, which has its name.
     classes = own_class(model).__mro__
-    return next((base for base in classes if f"{base.__module__}:{base.__name__}" in names), None)
+    return next((base for base in classes if owner_of(base) in names), None)
 
 
 def model_support(model: nn.Module) -> Support:
@@ -304,7 +305,7 @@ def model_support(model: nn.Module) -> Support:
 
 def compressors_of(model: nn.Module) -> list[nn.Module]:
     """The modules that hide none of their keys from a single token."""
-    return [m for m in model.modules() if f"{type(m).__module__}:{type(m).__name__}" in compat.COMPRESSORS]
+    return [m for m in model.modules() if owner_of(type(m)) in compat.COMPRESSORS]
 
 
 @contextmanager

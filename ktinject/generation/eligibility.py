@@ -40,6 +40,7 @@ from ktinject.generation import (
 from ktinject.generation.graph_runner import MAX_BATCH
 from ktinject.generation.sampling import Request, Sampling
 from ktinject.hf import adapters, compat
+from ktinject.hf.private import owner_of
 from ktinject.model_class import own_class
 from ktinject.operators import Operator
 from ktinject.support import SUPPORTED, Support
@@ -65,11 +66,10 @@ def graph_support(model: PreTrainedModel) -> Support:
     fixed = {o.name for o in model.modules() if isinstance(o, Operator) and not o.capturable}
     if fixed:
         return Support.no(f"{', '.join(sorted(fixed))} cannot be captured")
-    own = own_class(model)
     is_known = (
         model._can_compile_fullgraph
         or (own_caches.is_for(model) and compat.support("own_caches"))
-        or (f"{own.__module__}:{own.__name__}" in compat.DECIDE_OF_PICTURES and compat.support("pictures"))
+        or (owner_of(own_class(model)) in compat.DECIDE_OF_PICTURES and compat.support("pictures"))
     )
     if not is_known and not (known := compressed_probe.support(model)):
         return known

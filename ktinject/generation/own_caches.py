@@ -22,6 +22,7 @@ from transformers import DynamicCache, DynamicLayer, GenerationConfig, PreTraine
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import keeps_prompt, kind_of
 from ktinject.hf import compat
+from ktinject.hf.private import owner_of
 from ktinject.support import SUPPORTED, Support
 
 
@@ -53,7 +54,7 @@ def _classes() -> tuple[type[KVBucket], type[DynamicCache]]:
 
 def is_for(model: Any) -> bool:
     """Whether a model makes caches of its own that are known here."""
-    return any(f"{base.__module__}:{base.__name__}" in compat.OWN_CACHES for base in type(model).__mro__)
+    return any(owner_of(base) in compat.OWN_CACHES for base in type(model).__mro__)
 
 
 def bucket_class(model: Any) -> type[KVBucket]:

@@ -55,6 +55,11 @@ class Private:
         return f"{self} takes {found}, not {self.signature}"
 
 
+def owner_of(cls: type) -> str:
+    """A class, as `owner` of `Private` names it."""
+    return f"{cls.__module__}:{cls.__name__}"
+
+
 def resolve(owner: str) -> Any:
     """What an `owner` of `Private` names. Raises ImportError or AttributeError."""
     module, _, path = owner.partition(":")
