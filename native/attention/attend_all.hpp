@@ -3,12 +3,15 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
+#include <utility>
 
 #include "attention/tasks.hpp"
 #include "gemm/step_ops.hpp"
 #include "runtime/counters.hpp"
 #include "runtime/scratch.hpp"
+#include "runtime/stages.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::attention {
@@ -30,86 +33,116 @@ struct Over {
   const float* sinks = nullptr;  // [groups, heads]
 };
 
-// Of the thread that makes a call.
-inline runtime::Counters& attend_counters() {
+// Of the thread that makes a call: of its stages, and of heads.
+inline runtime::Counters& stage_counters() {
   static thread_local runtime::Counters counters;
   return counters;
 }
+inline runtime::Counters& head_counters() {
+  static thread_local runtime::Counters counters;
+  return counters;
+}
+
+// The tasks of a call, which may have others before and behind them. of(row, group): see Over. Within a Session, which
+// outlives this.
+template <class Of>
+class AttendTasks {
+ public:
+  AttendTasks(runtime::ThreadPool& workers, const gemm::StepOps& ops, const Over& over, DType dtype, float* out, Of of)
+      : ops_(ops),
+        over_(over),
+        dtype_(dtype),
+        out_(out),
+        of_(std::move(of)),
+        all_(static_cast<size_t>(over.batch * over.groups * over.heads)),
+        is_small_(all_ * static_cast<size_t>(over.positions) * static_cast<size_t>(over.d + over.dv) < kSerialProducts),
+        blocks_(blocks_of(ops, over)),
+        most_((over.heads + blocks_ - 1) / blocks_),
+        units_(over.batch * over.groups * blocks_),
+        length_(std::min(gemm::round_up((over.positions + kStretches - 1) / kStretches, 4 * gemm::kAttendPositions),
+                         kMostStretch)),
+        splits_((over.positions + length_ - 1) / length_),
+        part_(2 + static_cast<size_t>(over.dv)),
+        wide_(scratch_of(ops, over, most_)),
+        parts_count_((all_ * static_cast<size_t>(splits_) * part_ + 15) / 16 * 16),
+        parts_(parts_count_ + wide_ * static_cast<size_t>(is_small_ ? 1 : workers.threads())) {
+    head_counters().begin(0, static_cast<size_t>(units_), splits_);
+  }
+
+  // So little that waking workers would cost more.
+  bool is_small() const { return is_small_; }
+  int count() const { return units_ * splits_; }
+  // Parts of a split lie together: [splits, batch, groups, heads]. Neighbouring tasks read the same stretch. Who is the
+  // last with a unit's heads puts them together, if tasks_merge().
+  void run(int index, int worker) {
+    const int split = index / units_, unit = index % units_, block = unit % blocks_, pair = unit / blocks_;
+    gemm::Attend task = of_(pair / over_.groups, pair % over_.groups);
+    task.scale = over_.scale;
+    const int first = block * most_;
+    task.heads = std::min(most_, over_.heads - first);
+    task.q += static_cast<size_t>(first) * static_cast<size_t>(over_.d);
+    task.first = split * length_;
+    task.last = std::min(over_.positions, task.first + length_);
+    task.scratch = parts_ + parts_count_ + static_cast<size_t>(worker) * wide_;
+    task.out = parts_ + (static_cast<size_t>(split) * all_ + static_cast<size_t>(pair * over_.heads + first)) * part_;
+    ops_.attend(task);
+    std::atomic<int>& left = units_left_[1 + static_cast<size_t>(unit)];
+    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1 || !tasks_merge()) return;
+    const int head = pair * over_.heads + first;
+    for (int i = head; i < head + task.heads; ++i) merge(i);
+  }
+  // Else, as it is much work, merge(head) is for head < heads() once all tasks have ended.
+  bool tasks_merge() const { return all_ * static_cast<size_t>(splits_) * part_ < kSerialProducts; }
+  int heads() const { return static_cast<int>(all_); }
+  void merge(int head) {
+    ops_.merge(parts_ + static_cast<size_t>(head) * part_, splits_, all_ * part_, over_.dv,
+               over_.sinks == nullptr ? nullptr : over_.sinks + head % (over_.groups * over_.heads), dtype_,
+               out_ + static_cast<size_t>(head) * static_cast<size_t>(over_.dv));
+  }
+
+ private:
+  static int blocks_of(const gemm::StepOps& ops, const Over& over) {
+    const int wanted = over.positions < kLongCache ? kMostHeads : ops.attend_heads;
+    return (over.heads + wanted - 1) / wanted;
+  }
+  static size_t scratch_of(const gemm::StepOps& ops, const Over& over, int heads) {
+    gemm::Attend shape;
+    shape.heads = heads;
+    shape.d1 = over.d;
+    shape.dv = over.dv;
+    return (ops.attend_scratch(shape) + 15) / 16 * 16;
+  }
+
+  const gemm::StepOps& ops_;
+  const Over over_;
+  const DType dtype_;
+  float* const out_;
+  Of of_;
+  const size_t all_;  // heads
+  const bool is_small_;
+  const int blocks_, most_, units_, length_, splits_;
+  const size_t part_, wide_, parts_count_;
+  const runtime::Scratch parts_;
+  runtime::Counters& units_left_ = head_counters();
+};
 
 // before(index) for index < items comes first, in the same call: what queries and the cache are made of.
 template <class Of, class Before>
 void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* out, Of&& of, int items,
                 Before&& before) {
-  const int heads_of_row = over.groups * over.heads;
   const runtime::Session session;
   runtime::ThreadPool& workers = *session;
-  const auto all = static_cast<size_t>(over.batch * over.groups * over.heads);
-  const size_t products = all * static_cast<size_t>(over.positions) * static_cast<size_t>(over.d + over.dv);
-  const bool serial = products < kSerialProducts || workers.threads() == 1;
-  const int wanted = over.positions < kLongCache ? kMostHeads : ops.attend_heads;
-  const int blocks = (over.heads + wanted - 1) / wanted, most = (over.heads + blocks - 1) / blocks;
-  const int units = over.batch * over.groups * blocks;
-  const int length = std::min(
-      gemm::round_up((over.positions + kStretches - 1) / kStretches, 4 * gemm::kAttendPositions), kMostStretch);
-  const int splits = (over.positions + length - 1) / length;
-
-  const size_t part = 2 + static_cast<size_t>(over.dv);
-  gemm::Attend shape;
-  shape.heads = most;
-  shape.d1 = over.d;
-  shape.dv = over.dv;
-  const size_t wide = (ops.attend_scratch(shape) + 15) / 16 * 16;
-  const size_t parts_count = (all * static_cast<size_t>(splits) * part + 15) / 16 * 16;
-  const runtime::Scratch parts(parts_count + wide * static_cast<size_t>(serial ? 1 : workers.threads()));
-  float* own = parts + parts_count;
-  // Parts of a split lie together: [splits, batch, groups, heads]. Neighbouring tasks read the same stretch.
-  auto attend = [&](int index, int worker) {
-    const int split = index / units, unit = index % units, block = unit % blocks, pair = unit / blocks;
-    gemm::Attend task = of(pair / over.groups, pair % over.groups);
-    task.scale = over.scale;
-    const int first = block * most;
-    task.heads = std::min(most, over.heads - first);
-    task.q += static_cast<size_t>(first) * static_cast<size_t>(over.d);
-    task.first = split * length;
-    task.last = std::min(over.positions, task.first + length);
-    task.scratch = own + static_cast<size_t>(worker) * wide;
-    task.out = parts + (static_cast<size_t>(split) * all + static_cast<size_t>(pair * over.heads + first)) * part;
-    ops.attend(task);
-  };
-  auto merge = [&](int head) {
-    ops.merge(parts + static_cast<size_t>(head) * part, splits, all * part, over.dv,
-              over.sinks == nullptr ? nullptr : over.sinks + head % heads_of_row, dtype,
-              out + static_cast<size_t>(head) * static_cast<size_t>(over.dv));
-  };
-  const bool few = all * static_cast<size_t>(splits) * part < kSerialProducts;
-  if (serial) {
+  AttendTasks tasks(workers, ops, over, dtype, out, std::forward<Of>(of));
+  const bool serial = tasks.is_small() || workers.threads() == 1;
+  auto run = [&](int index, int worker) { tasks.run(index, worker); };
+  if (serial || items == 0) {
     for (int index = 0; index < items; ++index) before(index);
-    for (int index = 0; index < units * splits; ++index) attend(index, 0);
-    for (int head = 0; head < static_cast<int>(all); ++head) merge(head);
-    return;
+    each(workers, serial, tasks.count(), run);
+  } else {
+    runtime::run_stages(workers, stage_counters(), in_parts(workers, items, before, [] {}),
+                        runtime::Stage{tasks.count(), [] {}, run, runtime::kReadsNothing});
   }
-  const int together = std::max(1, (items + workers.threads() - 1) / workers.threads());
-  const int early[] = {(items + together - 1) / together};  // tasks that attention waits for
-  runtime::Counters& left = attend_counters();
-  left.begin(early[0], static_cast<size_t>(units), splits);
-  each(workers, false, early[0] + units * splits, [&](int index, int worker) {
-    if (index < early[0]) {
-      for (int i = index * together; i < std::min(items, (index + 1) * together); ++i) before(i);
-      left[0].fetch_sub(1, std::memory_order_acq_rel);
-      return;
-    }
-    index -= early[0];
-    const bool is_ready = workers.await([&] { return left[0].load(std::memory_order_acquire) == 0; }, early, worker,
-                                        [] { return false; });
-    if (!is_ready) return;  // the call is ending without this
-    attend(index, worker);
-    // Who is the last with a unit's heads puts them together, where this is little work.
-    const int unit = index % units;
-    if (left[1 + static_cast<size_t>(unit)].fetch_sub(1, std::memory_order_acq_rel) != 1 || !few) return;
-    const int first = unit / blocks * over.heads + unit % blocks * most;
-    for (int head = first; head < std::min(first + most, (unit / blocks + 1) * over.heads); ++head) merge(head);
-  });
-  if (!few) each(workers, false, static_cast<int>(all), [&](int head, int) { merge(head); });
+  if (!tasks.tasks_merge()) each(workers, serial, tasks.heads(), [&](int head, int) { tasks.merge(head); });
 }
 
 template <class Of>

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "attention/around.hpp"
 #include "attention/attend_all.hpp"
 #include "attention/attention.hpp"
 #include "attention/block_index.hpp"
@@ -165,13 +166,13 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
   size_t linears = 2;
   if (config_.v != nullptr) products[linears++] = {config_.v, v};
   if (gates != 0) products[linears++] = {config_.gate, gate};
-  gemm::Linear::forward(std::span(products).first(linears), x, DType::f32, batch);
-  prepare_values(v, k, step);
-  if (config_.value_scale != 1.0f) {
+  const std::span<const gemm::Linear::Product> given = std::span(products).first(linears);
+  auto finish_values = [&] {
+    prepare_values(v, k, step);
+    if (config_.value_scale == 1.0f) return;
     ops.round(v, batch * groups * dv, step.dtype);
     for (int i = 0; i < batch * groups * dv; ++i) v[i] *= config_.value_scale;
-  }
-  if (step.consecutive) remember_ring(step, cache, window, prompt);
+  };
   auto norm_all = [&](float* values, const Norm& norm) {
     if (norm.weight == nullptr || norm.size == size) return;
     ops.round(values, norm.size, step.dtype);
@@ -211,33 +212,42 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     ops.store(head + size, size, step.dtype, at(cache.first.data, place * product(size, 1), step));
     ops.store(v + product(row * groups + g, dv), dv, step.dtype, at(cache.second.data, place * product(dv, 1), step));
   };
+  auto close_gates = [&] {
+    if (config_.gated) {
+      ops.round(gate, batch * heads * size, step.dtype);
+      ops.gate_by_sigmoid(sum, gate, batch * heads * size, step.dtype);
+    } else if (gates != 0) {
+      if (config_.gate_bias != nullptr) add_to_heads(gate, config_.gate_bias, heads, gates, step);
+      multiply_by_gate(sum, heads * dv, gate, gates, config_.has_softplus, step);
+    }
+  };
   const int shared = heads / groups;
+  const bool is_one_call = batch == 1 && config_.index == nullptr;
+  if (!is_one_call) {
+    gemm::Linear::forward(given, x, DType::f32, batch);
+    finish_values();
+  }
+  if (step.consecutive) remember_ring(step, cache, window, prompt);
   const int block = config_.index == nullptr ? 0 : config_.index->forward(x, step, cache);
   // A token's keys are written when those before it have attended: in a ring, they take the place of older ones.
   for (int first = 0; first < batch; first += step.together()) {
     const Places places = places_of(cache, step, first, groups, size, dv, window, prompt);
     const bool wraps = has_masks && step.position_of(first) >= places.count;
-    for (int row = first; row < first + step.together(); ++row) {
-      norm_all(q + static_cast<size_t>(row * heads) * wide, config_.q_norm);
-      norm_all(k + product(row * groups, size), config_.k_norm);
-      uint8_t* mask = masks + product(row - first, places.count);
-      if (wraps && prompt > 0) mask_behind_prompt(step.mask_of(row), step.position_of(row), window, prompt, mask);
-      else if (wraps) mask_of_ring(step.mask_of(row), step.position_of(row), places.count, config_.chunked, mask);
-    }
+    auto prepare_rows = [&] {
+      for (int row = first; row < first + step.together(); ++row) {
+        norm_all(q + static_cast<size_t>(row * heads) * wide, config_.q_norm);
+        norm_all(k + product(row * groups, size), config_.k_norm);
+        uint8_t* mask = masks + product(row - first, places.count);
+        if (wraps && prompt > 0) mask_behind_prompt(step.mask_of(row), step.position_of(row), window, prompt, mask);
+        else if (wraps) mask_of_ring(step.mask_of(row), step.position_of(row), places.count, config_.chunked, mask);
+      }
+    };
     const int items = step.together() * (heads + groups);
     auto prepare = [&](int item) {
       const int row = first + item / (heads + groups), h = item % (heads + groups);
       if (h < groups) prepare_key(row, h, places);
       else prepare_query(row, h - groups);
     };
-    if (block > 0) {
-      const auto all = cache.choice->is_all.begin() + first;
-      if (std::find(all, all + step.together(), false) != all + step.together()) {
-        for (int item = 0; item < items; ++item) prepare(item);
-        attend_blocks(query, step, cache, first, block, sum + product(first, heads, dv));
-        continue;
-      }
-    }
     const Over over{step.together(), groups, shared, places.count, size, dv, config_.scale, config_.sinks};
     auto of = [&](int index, int group) {
       const int row = first + index;
@@ -252,16 +262,30 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
       task.mask = wraps ? masks + product(index, places.count) : step.mask_of(row);
       return task;
     };
+    if (is_one_call) {
+      auto begin = [&] {
+        finish_values();
+        prepare_rows();
+      };
+      const Around around{given, x, {config_.o, out}};
+      attend_in_one_call(around, ops, over, step.dtype, sum, of, items, prepare, begin, close_gates);
+      continue;
+    }
+    prepare_rows();
+    if (block > 0) {
+      const auto all = cache.choice->is_all.begin() + first;
+      if (std::find(all, all + step.together(), false) != all + step.together()) {
+        for (int item = 0; item < items; ++item) prepare(item);
+        attend_blocks(query, step, cache, first, block, sum + product(first, heads, dv));
+        continue;
+      }
+    }
     attend_all(ops, over, step.dtype, sum + product(first, heads, dv), of, items, prepare);
   }
-  if (config_.gated) {
-    ops.round(gate, batch * heads * size, step.dtype);
-    ops.gate_by_sigmoid(sum, gate, batch * heads * size, step.dtype);
-  } else if (gates != 0) {
-    if (config_.gate_bias != nullptr) add_to_heads(gate, config_.gate_bias, heads, gates, step);
-    multiply_by_gate(sum, heads * dv, gate, gates, config_.has_softplus, step);
+  if (!is_one_call) {
+    close_gates();
+    config_.o->forward(sum, DType::f32, batch, out);
   }
-  config_.o->forward(sum, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
 }
 

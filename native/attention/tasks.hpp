@@ -1,6 +1,10 @@
 // How the parts of attention are handed to the pool.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
+
+#include "runtime/stages.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::attention {
@@ -13,6 +17,17 @@ void each(runtime::ThreadPool& workers, bool serial, int tasks, Task&& task) {
   if (serial)
     for (int index = 0; index < tasks; ++index) task(index, 0);
   else workers.parallel_for(tasks, task);
+}
+
+// A stage of a call: item(index) for index < items, at least one, some of them a task.
+template <class Begin, class Item>
+auto in_parts(const runtime::ThreadPool& workers, int items, Item&& item, Begin begin) {
+  const int together = (items + workers.threads() - 1) / workers.threads();
+  return runtime::Stage{(items + together - 1) / together, begin,
+                        [&item, items, together](int index, int) {
+                          for (int i = index * together; i < std::min(items, (index + 1) * together); ++i) item(i);
+                        },
+                        runtime::kReadsNothing};
 }
 
 inline size_t product(int a, int b, int c = 1) {

@@ -7,13 +7,13 @@
 #include <stdexcept>
 
 #include "gemm/outlier_rows.hpp"
-#include "runtime/thread_pool.hpp"
 
 namespace ktinject::gemm {
 namespace {
 
 // Slots of the pool's buffers; 0 belongs to packing. A layer has them to itself while it runs, as the experts have.
 enum Slot : size_t { kInput = 1, kInputScale, kInputSums, kInputOutliers, kThread };
+constexpr size_t kSlots = 5;
 
 // Long inputs are cut so that the rounded rows stay below this.
 constexpr size_t kMostWorkspaceBytes = size_t{256} << 20;
@@ -27,8 +27,8 @@ constexpr int kTasksPerThread = 4;
 // And a task of few rows reads no more than this: who is late with the last one holds up all.
 constexpr size_t kMostTaskBytes = size_t{256} << 10;
 constexpr int kReadRows = 4;
-// Layers over one input that are multiplied together.
-constexpr size_t kMostTogether = 4;
+// Memory that a worker has to itself begins with a block of results.
+constexpr size_t kResultBytes = size_t{kMostResults} * kPanel * sizeof(float);
 
 size_t result_bytes(DType dtype, bool is_wide) { return is_wide ? sizeof(float) : dtype_bytes(dtype); }
 
@@ -150,8 +150,7 @@ void Linear::forward(const void* x, DType dtype, int rows, void* y) const {
 void Linear::forward(std::span<const Product> products, const void* x, DType dtype, int rows) {
   while (!products.empty()) {
     const Linear& front = *products.front().linear;
-    size_t alike = 1;
-    while (alike < products.size() && alike < kMostTogether && front.reads_as(*products[alike].linear)) ++alike;
+    const size_t alike = together(products);
     const int most = std::max(
         kMostRows, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / front.matrix_.row_bytes(), 1u << 20)));
     for (int64_t first = 0; first < rows; first += most) {
@@ -175,87 +174,105 @@ bool Linear::reads_as(const Linear& other) const {
          kernels_.few == other.kernels_.few;
 }
 
+size_t Linear::together(std::span<const Product> products) {
+  size_t alike = 1;
+  while (alike < products.size() && alike < kMostTogether && products[0].linear->reads_as(*products[alike].linear))
+    ++alike;
+  return alike;
+}
+
+Linear::Tasks::Tasks(runtime::ThreadPool& workers, std::span<const Product> products, DType dtype, int rows, int place)
+    : count_(products.size()), dtype_(dtype) {
+  size_t scratch = 0;
+  int panels = 0;
+  for (size_t i = 0; i < count_; ++i) {
+    const Linear& linear = *products[i].linear;
+    if (linear.data_.data() == nullptr) throw std::invalid_argument("forward before allocate()");
+    products_[i] = products[i];
+    bytes_ += linear.matrix_.bytes() * static_cast<size_t>(rows);
+    scratch = std::max(scratch, scratch_bytes(linear.matrix_));
+    panels += linear.matrix_.panels;
+  }
+  const Linear& front = *products_[0].linear;
+  const Matrix& matrix = front.matrix_;
+  const auto m = static_cast<size_t>(rows), scales = static_cast<size_t>(matrix.row_scales());
+  groups_ = has_group_sums(matrix.format) ? static_cast<size_t>(matrix.groups()) : 0;
+  auto memory = [&](Slot slot, bool is_there, size_t bytes) -> std::byte* {
+    return is_there ? workers.buffer(slot + static_cast<size_t>(place) * kSlots, bytes) : nullptr;
+  };
+  input_ = memory(kInput, true, m * matrix.row_bytes());
+  scale_ = reinterpret_cast<float*>(memory(kInputScale, has_int8_rows(matrix.format), m * scales * sizeof(float)));
+  sums_ = reinterpret_cast<int32_t*>(memory(kInputSums, groups_ > 0, m * groups_ * sizeof(int32_t)));
+  outliers_ =
+      reinterpret_cast<Outliers*>(memory(kInputOutliers, has_outliers(matrix.format), m * sizeof(Outliers)));
+  thread_bytes_ = kResultBytes + matrix.row_bytes() + scratch;
+  own_ = memory(kThread, true, thread_bytes_ * static_cast<size_t>(workers.threads()));
+
+  kernel_ = &front.kernels_(rows);
+  all_ = {input_, matrix.row_bytes(), rows, scale_, sums_, outliers_, matrix.row_scales()};
+  // Fewer rows a task only where the panels are too few to go round.
+  row_blocks_ = (rows + kMostRows - 1) / kMostRows;
+  const int per_block = std::max(1, workers.threads() * kTasksPerThread / row_blocks_);
+  run_length_ = std::clamp(panels / per_block, 1, kMostResults / std::min(kMostRows, round_up(rows, kTile)));
+  if (rows <= kReadRows)
+    run_length_ = std::min(run_length_, std::max(1, static_cast<int>(kMostTaskBytes / matrix.panel_bytes())));
+  for (size_t i = 0; i < count_; ++i)
+    starts_[i + 1] = starts_[i] + (products_[i].linear->matrix_.panels + run_length_ - 1) / run_length_;
+}
+
+bool Linear::Tasks::is_small() const { return bytes_ < kSerialBytes; }
+
+void Linear::Tasks::convert(const void* x, int row, int worker) const {
+  const Linear& front = *products_[0].linear;
+  const Matrix& matrix = front.matrix_;
+  const auto at = static_cast<size_t>(row);
+  const void* from = static_cast<const std::byte*>(x) + at * static_cast<size_t>(matrix.k) * dtype_bytes(dtype_);
+  std::byte* to = all_.m == 1 ? input_ : own(worker) + kResultBytes;
+  pack_row(*front.vector_ops_, matrix, from, dtype_, to,
+           scale_ == nullptr ? nullptr : scale_ + at * static_cast<size_t>(matrix.row_scales()),
+           sums_ == nullptr ? nullptr : sums_ + at * groups_, outliers_ == nullptr ? nullptr : outliers_ + row);
+  if (all_.m > 1) place_row(input_, matrix.row_bytes(), all_.m, row, to);
+}
+
+// Neighbouring tasks share their panels, which stay in the caches while the rows pass.
+Linear::Tasks::Piece Linear::Tasks::piece(int index) const {
+  const int run = index / row_blocks_;
+  size_t i = 0;
+  while (run >= starts_[i + 1]) ++i;
+  const int panel = (run - starts_[i]) * run_length_;
+  return {products_[i], panel, std::min(run_length_, products_[i].linear->matrix_.panels - panel),
+          index % row_blocks_ * kMostRows};
+}
+
+void Linear::Tasks::run(int index, int worker) const {
+  const auto& [product, panel, panels, row] = piece(index);
+  const auto& [linear, y, is_wide] = product;
+  const size_t y_bytes = static_cast<size_t>(linear->config_.out_features) * result_bytes(dtype_, is_wide);
+  std::byte* mine = own(worker);
+  linear->multiply(all_.part(row, std::min(kMostRows, all_.m - row), static_cast<int>(groups_)), *kernel_, panel,
+                   panels, dtype_, is_wide, static_cast<std::byte*>(y) + static_cast<size_t>(row) * y_bytes, mine,
+                   mine + kResultBytes + linear->matrix_.row_bytes());
+}
+
+std::span<const std::byte> Linear::Tasks::reads(int index) const {
+  const auto& [product, panel, panels, row] = piece(index);
+  const size_t bytes = product.linear->matrix_.panel_bytes();
+  return {product.linear->packed() + static_cast<size_t>(panel) * bytes, static_cast<size_t>(panels) * bytes};
+}
+
 void Linear::run(std::span<const Product> products, const void* x, DType dtype, int rows) {
   const runtime::Session session;
-  for (const Product& product : products)
-    if (product.linear->data_.data() == nullptr) throw std::invalid_argument("forward before allocate()");
   runtime::ThreadPool& workers = *session;
-  const Linear& front = *products.front().linear;
-  const Matrix& matrix = front.matrix_;
-  const VectorOps& ops = *front.vector_ops_;
-  const bool quantised = has_int8_rows(matrix.format), summed = has_group_sums(matrix.format);
-  size_t bytes = 0, scratch = 0;
-  int panels = 0;
-  for (const Product& product : products) {
-    bytes += product.linear->matrix_.bytes();
-    scratch = std::max(scratch, scratch_bytes(product.linear->matrix_));
-    panels += product.linear->matrix_.panels;
-  }
-  const bool serial = bytes * static_cast<size_t>(rows) < kSerialBytes;
-  auto each = [&](int tasks, auto&& task) {
-    if (serial)
-      for (int index = 0; index < tasks; ++index) task(index, 0);
-    else workers.parallel_for(tasks, task);
+  const Tasks tasks(workers, products, dtype, rows);
+  auto each = [&](int count, auto&& task) {
+    if (tasks.is_small())
+      for (int index = 0; index < count; ++index) task(index, 0);
+    else workers.parallel_for(count, task);
   };
-
-  const auto m = static_cast<size_t>(rows);
-  const auto scales = static_cast<size_t>(matrix.row_scales());
-  const size_t groups = summed ? static_cast<size_t>(matrix.groups()) : 0;
-  std::byte* input = workers.buffer(kInput, m * matrix.row_bytes());
-  auto* scale = quantised ? reinterpret_cast<float*>(workers.buffer(kInputScale, m * scales * sizeof(float))) : nullptr;
-  auto* sums = summed ? reinterpret_cast<int32_t*>(workers.buffer(kInputSums, m * groups * sizeof(int32_t))) : nullptr;
-  Outliers* outliers = has_outliers(matrix.format)
-                           ? reinterpret_cast<Outliers*>(workers.buffer(kInputOutliers, m * sizeof(Outliers)))
-                           : nullptr;
-  // Memory a worker has to itself: a block of results, a row, the kernel's scratch.
-  constexpr size_t kResultBytes = size_t{kMostResults} * kPanel * sizeof(float);
-  const size_t thread_bytes = kResultBytes + matrix.row_bytes() + scratch;
-  std::byte* own = workers.buffer(kThread, thread_bytes * static_cast<size_t>(workers.threads()));
-
-  // 1: the input.
-  const size_t x_bytes = static_cast<size_t>(matrix.k) * dtype_bytes(dtype);
-  auto convert = [&](int row, std::byte* to) {
-    const void* from = static_cast<const std::byte*>(x) + static_cast<size_t>(row) * x_bytes;
-    const auto at = static_cast<size_t>(row);
-    pack_row(ops, matrix, from, dtype, to, quantised ? scale + at * scales : nullptr,
-             summed ? sums + at * groups : nullptr, outliers == nullptr ? nullptr : outliers + row);
-  };
-  if (rows == 1) {
-    convert(0, input);
-  } else {
-    each(rows, [&](int row, int worker) {
-      std::byte* one = own + static_cast<size_t>(worker) * thread_bytes + kResultBytes;
-      convert(row, one);
-      place_row(input, matrix.row_bytes(), rows, row, one);
-    });
-  }
-
-  // 2: the product. Fewer rows a task only where the panels are too few to go round.
-  const Kernel& kernel = front.kernels_(rows);
-  const PackedActivations all{input, matrix.row_bytes(), rows, scale, sums, outliers, matrix.row_scales()};
-  const int row_blocks = (rows + kMostRows - 1) / kMostRows;
-  const int per_block = std::max(1, workers.threads() * kTasksPerThread / row_blocks);
-  int run_length = std::clamp(panels / per_block, 1, kMostResults / std::min(kMostRows, round_up(rows, kTile)));
-  if (rows <= kReadRows)
-    run_length = std::min(run_length, std::max(1, static_cast<int>(kMostTaskBytes / matrix.panel_bytes())));
-  std::array<int, kMostTogether + 1> starts{};  // of each layer's runs
-  for (size_t i = 0; i < products.size(); ++i)
-    starts[i + 1] = starts[i] + (products[i].linear->matrix_.panels + run_length - 1) / run_length;
-  each(starts[products.size()] * row_blocks, [&](int index, int worker) {
-    // Neighbouring tasks share their panels, which stay in the caches while the rows pass.
-    const int run = index / row_blocks, first = index % row_blocks * kMostRows;
-    size_t i = 0;
-    while (run >= starts[i + 1]) ++i;
-    const auto& [product, y, is_wide] = products[i];
-    const Linear& linear = *product;
-    const int first_panel = (run - starts[i]) * run_length, count = std::min(kMostRows, rows - first);
-    std::byte* mine = own + static_cast<size_t>(worker) * thread_bytes;
-    const size_t y_bytes = static_cast<size_t>(linear.config_.out_features) * result_bytes(dtype, is_wide);
-    linear.multiply(all.part(first, count, static_cast<int>(groups)), kernel, first_panel,
-                    std::min(run_length, linear.matrix_.panels - first_panel), dtype, is_wide,
-                    static_cast<std::byte*>(y) + static_cast<size_t>(first) * y_bytes, mine,
-                    mine + kResultBytes + matrix.row_bytes());
-  });
+  auto convert = [&](int row, int worker) { tasks.convert(x, row, worker); };
+  if (rows == 1) convert(0, 0);
+  else each(rows, convert);
+  each(tasks.count(), [&](int index, int worker) { tasks.run(index, worker); });
 }
 
 void Linear::multiply(const PackedActivations& rows, const Kernel& kernel, int first_panel, int panels, DType dtype,

@@ -1,6 +1,7 @@
 // One dense layer on the CPU, y = x Wᵀ + b: the packed panels and kernels of the experts, without routing.
 #pragma once
 
+#include <array>
 #include <span>
 #include <string>
 
@@ -10,6 +11,7 @@
 #include "gemm/pack.hpp"
 #include "gemm/vector_ops.hpp"
 #include "runtime/memory.hpp"
+#include "runtime/thread_pool.hpp"
 
 namespace ktinject::gemm {
 
@@ -68,6 +70,51 @@ class Linear {
   };
   // Several layers over the same input. Those of one format share its conversion and one hand-out of tasks.
   static void forward(std::span<const Product> products, const void* x, DType dtype, int rows);
+
+  // Layers over one input that are multiplied together.
+  static constexpr size_t kMostTogether = 4;
+
+  // Such a product as tasks of a call of the pool, of which it may be a part. Within a Session, which outlives this.
+  class Tasks {
+   public:
+    // products: at most kMostTogether, see together(). Of two that live at once, one has `place` 1: each place has
+    // memory of its own.
+    Tasks(runtime::ThreadPool& workers, std::span<const Product> products, DType dtype, int rows, int place = 0);
+
+    // So little that waking workers would cost more.
+    bool is_small() const;
+    // First each row of x [rows, in] is converted, by whichever worker; then the tasks may run, in any order.
+    void convert(const void* x, int row, int worker) const;
+    int count() const { return starts_[count_] * row_blocks_; }
+    void run(int index, int worker) const;
+    // The weights that a task reads.
+    std::span<const std::byte> reads(int index) const;
+
+   private:
+    struct Piece {
+      const Product& product;
+      int panel, panels, row;  // the first of each
+    };
+    Piece piece(int index) const;
+    std::byte* own(int worker) const { return own_ + static_cast<size_t>(worker) * thread_bytes_; }
+
+    std::array<Product, kMostTogether> products_{};
+    size_t count_;
+    DType dtype_;
+    const Kernel* kernel_;
+    PackedActivations all_;
+    std::byte* input_;
+    float* scale_;
+    int32_t* sums_;
+    Outliers* outliers_;
+    size_t groups_, bytes_ = 0;
+    std::byte* own_;  // of each worker: results, a row, and scratch of the kernel
+    size_t thread_bytes_;
+    int row_blocks_, run_length_;                    // in rows and in panels
+    std::array<int, kMostTogether + 1> starts_{};  // of each layer's runs
+  };
+  // How many of these, the first ones, are multiplied together.
+  static size_t together(std::span<const Product> products);
 
  private:
   void check(const Source& source, int k, const char* what) const;

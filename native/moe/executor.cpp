@@ -95,7 +95,7 @@ void MoeExecutor::execute(int list, int index, int worker) {
   const size_t before = (this->*row.waits_for)(task);
   if (before != kNothing) {
     const std::atomic<int>& left = space_.counters[before];
-    Fetch fetch = stage == kDown && plan_.reads_only ? weights_of(task) : Fetch{};
+    runtime::Fetch fetch = stage == kDown && plan_.reads_only ? weights_of(task) : runtime::Fetch{};
     const bool ready = workers_.await([&] { return left.load(std::memory_order_acquire) == 0; },
                                       plan_.begins[static_cast<size_t>(stage)], worker, fetch);
     if (!ready) return;  // the call is ending without this
@@ -110,9 +110,9 @@ void MoeExecutor::execute(int list, int index, int worker) {
 }
 
 // Of a task of down, as far as they lie side by side.
-MoeExecutor::Fetch MoeExecutor::weights_of(const MoeTask& task) const {
-  const std::byte* first = layer_.panel(Projection::down, routing_.active_at(task.of), task.first);
-  return {first, first + static_cast<size_t>(task.count) * down_.panel_bytes()};
+runtime::Fetch MoeExecutor::weights_of(const MoeTask& task) const {
+  return {{layer_.panel(Projection::down, routing_.active_at(task.of), task.first),
+           static_cast<size_t>(task.count) * down_.panel_bytes()}};
 }
 
 MoeExecutor::Activations MoeExecutor::activations(const gemm::Matrix& matrix, const ActivationBytes& bytes, Slot data) {

@@ -1,8 +1,6 @@
 // Runs a plan: one pass of a layer over some tokens.
 #pragma once
 
-#include <xmmintrin.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -11,6 +9,7 @@
 
 #include "moe/plan.hpp"
 #include "runtime/counters.hpp"
+#include "runtime/stages.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::moe {
@@ -83,27 +82,12 @@ class MoeExecutor {
   };
   enum Slot : size_t;
 
-  // Brings weights nearer, a piece a call, while what they are multiplied with is still computed by others: so memory
-  // is read without a pause. False once there is nothing left.
-  struct Fetch {
-    static constexpr size_t kPiece = 2048;
-    const std::byte* at = nullptr;
-    const std::byte* end = nullptr;
-
-    bool operator()() {
-      if (at >= end) return false;
-      const std::byte* until = at + std::min(kPiece, static_cast<size_t>(end - at));
-      for (; at < until; at += 64) _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
-      return true;
-    }
-  };
-
   // `data` is the first of four slots.
   Activations activations(const gemm::Matrix& matrix, const ActivationBytes& bytes, Slot data);
   void run_round(int round);
   void reserve();
   void execute(int list, int index, int worker);
-  Fetch weights_of(const MoeTask& task) const;
+  runtime::Fetch weights_of(const MoeTask& task) const;
 
   void convert_inputs(const MoeTask& task, int worker);
   void gather(const MoeTask& task, int worker);
