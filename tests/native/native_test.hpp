@@ -34,4 +34,5 @@ void test_plan();
 void test_outlier_rows();
 void test_room();
 void test_fetch();
+void test_stages();
 void test_turns(bool forks);

@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "native_test.hpp"
+#include "runtime/counters.hpp"
+#include "runtime/stages.hpp"
 #include "runtime/thread_pool.hpp"
 #include "runtime/waiting.hpp"
 
@@ -149,6 +151,45 @@ void test_fetch() {
     const Session workers;
   }
   check(!fetch_more(), "nothing is fetched for a pool that is gone");
+}
+
+// Each stage begins once, when all tasks of the one before have ended; and an error in any ends the call.
+void test_stages() {
+  const std::vector<std::byte> memory(1 << 16);
+  for (const int threads : {1, 2, 5, 16}) {
+    set_threads(threads, true);
+    const Session workers;
+    Counters left;
+    for (int turn = 0; turn < 50; ++turn) {
+      const std::array<int, 3> counts{1 + turn % 7, 1, 40};
+      std::array<std::atomic<int>, 3> ended{};
+      std::array<std::atomic<int>, 3> begun{};
+      std::atomic<bool> in_order{true};
+      const int fault = turn % 10 == 9 ? turn / 10 % 3 : -1;  // of which stage a task fails
+      auto stage = [&](size_t i) {
+        return Stage{counts[i],
+                     [&, i] {
+                       if (i > 0 && ended[i - 1] != counts[i - 1]) in_order = false;
+                       ++begun[i];
+                     },
+                     [&, i](int index, int) {
+                       if (begun[i] != 1 || index < 0 || index >= counts[i]) in_order = false;
+                       if (static_cast<int>(i) == fault) throw Fault("a task");
+                       ++ended[i];
+                     },
+                     [&](int index) {
+                       return std::span<const std::byte>(memory).subspan(static_cast<size_t>(index) * 100, 5000);
+                     }};
+      };
+      const bool failed = throws<Fault>([&] { run_stages(*workers, left, stage(0), stage(1), stage(2)); });
+      check(failed == (fault >= 0), "an error of a task is the call's");
+      check(in_order, "a stage begins behind the one before it");
+      for (size_t i = 0; fault < 0 && i < 3; ++i)
+        check(begun[i] == 1 && ended[i] == counts[i], "all tasks of all stages run");
+      for (size_t i = 0; fault >= 0 && i < 3; ++i)
+        check(static_cast<int>(i) <= fault || begun[i] == 0, "nothing begins behind a stage that failed");
+    }
+  }
 }
 
 void test_turns(bool forks) {

@@ -30,11 +30,11 @@ def threads() -> Any:
     _native.set_threads(0)
 
 
-def linear(out_features: int, in_features: int) -> tuple[Any, Tensor]:
+def linear(out_features: int, in_features: int, weights: str = "bf16") -> tuple[Any, Tensor]:
     native = _native.Linear(
         out_features=out_features,
         in_features=in_features,
-        weights="bf16",
+        weights=weights,
         group_size=0,
         has_bias=False,
         kernel="auto",
@@ -122,6 +122,40 @@ def test_grouped_attention_over_any_length(
     found = layer(x, keys, values, position, mask=mask, **tables)
     assert relative_error(found, want) <= TOLERANCE
     assert relative_error(keys, want_keys) <= TOLERANCE and relative_error(values, want_values) <= TOLERANCE
+
+
+@pytest.mark.parametrize("position", [40, 700, 2047])
+@pytest.mark.parametrize("kind", ["plain", "normed", "gated", "gate of its own", "v in another format"])
+def test_a_token_in_one_call_is_that_in_several(kind: str, position: int) -> None:
+    """With one thread, products and attention are calls of their own."""
+    torch.manual_seed(0)
+    heads, groups, size = 16, 2, 128
+    others: dict[str, Any] = {"gated": kind == "gated"}
+    if kind == "normed":
+        others |= {name: _native.Norm(torch.rand(size), 1e-6) for name in ("q_norm", "k_norm")}
+    if kind == "gate of its own":
+        others["gate"] = linear(heads, HIDDEN)[0]
+    q = linear(heads * size * (2 if others["gated"] else 1), HIDDEN)[0]
+    k = linear(groups * size, HIDDEN)[0]
+    v = linear(groups * size, HIDDEN, "int8" if kind == "v in another format" else "bf16")[0]
+    o = linear(HIDDEN, heads * size)[0]
+    layer = Layer(
+        _native.GroupedAttention(**grouped(q, k, v, o, heads=heads, groups=groups, size=size, **others))
+    )
+    x = torch.randn(1, HIDDEN)
+    cos, sin = rotation(1, size)
+    held = torch.randn(2, 1, groups, 2048, size)
+    results, turns = [], []
+    for threads in (4, 1):
+        _native.set_threads(threads, crowded=True)
+        keys, values = held.clone().unbind()
+        before = _native.sessions()
+        out = layer(x, keys, values, position, cos=cos, sin=sin)
+        turns.append(_native.sessions() - before)
+        results.append((out, keys, values))
+    for found, want in zip(*results, strict=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=0)
+    assert turns[1] - turns[0] == (2 if kind == "v in another format" else 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
