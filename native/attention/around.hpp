@@ -36,24 +36,15 @@ void attend_in_one_call(const Around& around, const gemm::StepOps& ops, const Ov
     is_done = workers.threads() > 1 && !tasks.is_small() && tasks.tasks_merge() && !out.is_small();
     if (is_done) {
       auto prepare = in_parts(workers, items, before, begin);
-      runtime::Stage attend{tasks.count(), [] {}, [&](int index, int worker) { tasks.run(index, worker); },
-                            runtime::kReadsNothing};
-      auto close = [&] {
+      auto multiply = out.stage([&] {
         end();
         out.convert(sum, 0, 0);
-      };
-      runtime::Stage multiply{out.count(), close, [&](int index, int worker) { out.run(index, worker); },
-                              [&](int index) { return out.reads(index); }};
-      runtime::Counters& left = stage_counters();
+      });
       if (are_alike) {
         const Linear::Tasks in(workers, around.in, DType::f32, 1);
-        runtime::run_stages(
-            workers, left,
-            runtime::Stage{in.count(), [&] { in.convert(around.x, 0, 0); },
-                           [&](int index, int worker) { in.run(index, worker); }, runtime::kReadsNothing},
-            prepare, attend, multiply);
+        runtime::run_stages(workers, in.stage([&] { in.convert(around.x, 0, 0); }), prepare, tasks.stage(), multiply);
       } else {
-        runtime::run_stages(workers, left, prepare, attend, multiply);
+        runtime::run_stages(workers, prepare, tasks.stage(), multiply);
       }
     }
   }

@@ -33,11 +33,7 @@ struct Over {
   const float* sinks = nullptr;  // [groups, heads]
 };
 
-// Of the thread that makes a call: of its stages, and of heads.
-inline runtime::Counters& stage_counters() {
-  static thread_local runtime::Counters counters;
-  return counters;
-}
+// Of the thread that makes a call.
 inline runtime::Counters& head_counters() {
   static thread_local runtime::Counters counters;
   return counters;
@@ -72,6 +68,10 @@ class AttendTasks {
   // So little that waking workers would cost more.
   bool is_small() const { return is_small_; }
   int count() const { return units_ * splits_; }
+  auto stage() {
+    return runtime::Stage{count(), [] {}, [this](int index, int worker) { run(index, worker); },
+                          runtime::kReadsNothing};
+  }
   // Parts of a split lie together: [splits, batch, groups, heads]. Neighbouring tasks read the same stretch. Who is the
   // last with a unit's heads puts them together, if tasks_merge().
   void run(int index, int worker) {
@@ -139,8 +139,7 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
     for (int index = 0; index < items; ++index) before(index);
     each(workers, serial, tasks.count(), run);
   } else {
-    runtime::run_stages(workers, stage_counters(), in_parts(workers, items, before, [] {}),
-                        runtime::Stage{tasks.count(), [] {}, run, runtime::kReadsNothing});
+    runtime::run_stages(workers, in_parts(workers, items, before, [] {}), tasks.stage());
   }
   if (!tasks.tasks_merge()) each(workers, serial, tasks.heads(), [&](int head, int) { tasks.merge(head); });
 }

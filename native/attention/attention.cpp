@@ -421,8 +421,14 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   const Choice* choice = config_.chooses ? cache.choice : nullptr;
   if (choice != nullptr && (choice->position != step.position || choice->is_all.size() != static_cast<size_t>(batch)))
     throw std::invalid_argument("attention: no layer before has chosen places in this step");
-  absorb(q, step, query);
   const gemm::StepOps& ops = gemm::step_ops();
+  const gemm::Linear::Product to_out{config_.o, out};
+  auto close_gates = [&] {
+    if (gates != 0) multiply_by_gate(head, heads * config_.value, memory + gate_at, gates, false, step);
+  };
+  const bool is_one_call = batch == 1 && (choice == nullptr || choice->is_all[0]);
+  bool is_done = false;
+  if (!is_one_call) absorb(q, step, query);
   for (int first = 0; first < batch; first += step.together()) {
     const Places places = places_of(cache, step, first, 1, rank, rope, config_.window);
     const bool wraps = has_masks && step.position_of(first) >= places.count;
@@ -437,7 +443,7 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
       continue;
     }
     const Over over{step.together(), 1, heads, places.count, wide, rank, config_.scale, config_.sinks};
-    attend_all(ops, over, step.dtype, sum + product(first, heads, rank), [&](int index, int) {
+    auto of = [&](int index, int) {
       const int row = first + index, held = step.cache_row(row);
       gemm::Attend task;
       task.q = query + product(row * heads, wide);
@@ -448,12 +454,42 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
       task.dtype = step.dtype;
       task.mask = wraps ? masks + product(index, places.count) : step.mask_of(row);
       return task;
-    });
+    };
+    if (is_one_call) {
+      is_done = attend_in_one_call(q, query, step, over, of, sum, head, close_gates, to_out);
+      if (is_done) break;
+      absorb(q, step, query);
+    }
+    attend_all(ops, over, step.dtype, sum + product(first, heads, rank), of);
   }
-  expand(sum, step, head);
-  if (gates != 0) multiply_by_gate(head, heads * config_.value, memory + gate_at, gates, false, step);
-  config_.o->forward(head, DType::f32, batch, out);
+  if (!is_done) {
+    expand(sum, step, head);
+    close_gates();
+    config_.o->forward(head, DType::f32, batch, out);
+  }
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
+}
+
+template <class Of, class End>
+bool LatentAttention::attend_in_one_call(float* q, float* query, const Step& step, const Over& over, Of of, float* sum,
+                                         float* head, End&& end, const gemm::Linear::Product& to_out) const {
+  const int heads = config_.heads;
+  const runtime::Session session;
+  runtime::ThreadPool& workers = *session;
+  AttendTasks tasks(workers, gemm::step_ops(), over, step.dtype, sum, of);
+  const gemm::Linear::Tasks out(workers, std::span(&to_out, 1), DType::f32, 1, 1);
+  if (workers.threads() == 1 || tasks.is_small() || !tasks.tasks_merge() || out.is_small() ||
+      product(heads, config_.nope * config_.rank) < kSerialProducts)
+    return false;
+  const runtime::Stage absorbing{heads, [] {}, [&](int h, int) { absorb_head(h, q, step, query); },
+                                 runtime::kReadsNothing};
+  const runtime::Stage expanding{heads, [] {}, [&](int h, int) { expand_head(h, sum, step, head); },
+                                 [&](int h) { return values_of(h, step); }};
+  runtime::run_stages(workers, absorbing, tasks.stage(), expanding, out.stage([&] {
+    end();
+    out.convert(head, 0, 0);
+  }));
+  return true;
 }
 
 void LatentAttention::attend_chosen(const float* query, const Step& step, const LayerCache& cache, int first,
@@ -513,15 +549,19 @@ void LatentAttention::project(const float* x, const Step& step, float* low, floa
   gemm::Linear::Product products[3] = {{is_low ? config_.q_a : config_.q, is_low ? low : q}, {config_.kv, kv}};
   size_t linears = 2;
   if (config_.gate != nullptr) products[linears++] = {config_.gate, gate};
-  gemm::Linear::forward(std::span(products).first(linears), x, DType::f32, batch);
+  const auto given = std::span(products).first(linears);
   if (is_low) {
     const int size = config_.q_a->config().out_features;
     float* normed = low + product(batch, size);
-    ops.round(low, batch * size, step.dtype);
-    for (int row = 0; row < batch; ++row)
-      ops.rms_norm(low + product(row, size), config_.q_norm, step.dtype, normed + product(row, size));
-    if (config_.low_factor != 1.0f) multiply(config_.low_factor, step.dtype, {normed, product(batch, size)});
-    config_.q_b->forward(normed, DType::f32, batch, q);
+    auto norm = [&] {
+      ops.round(low, batch * size, step.dtype);
+      for (int row = 0; row < batch; ++row)
+        ops.rms_norm(low + product(row, size), config_.q_norm, step.dtype, normed + product(row, size));
+      if (config_.low_factor != 1.0f) multiply(config_.low_factor, step.dtype, {normed, product(batch, size)});
+    };
+    gemm::Linear::forward_both(given, x, norm, {config_.q_b, q}, normed, DType::f32, batch);
+  } else {
+    gemm::Linear::forward(given, x, DType::f32, batch);
   }
   ops.round(q, batch * config_.heads * (config_.nope + config_.rope), step.dtype);
   ops.round(kv, batch * (config_.rank + config_.rope), step.dtype);
@@ -558,39 +598,46 @@ void LatentAttention::write(int row, const float* kv, const Step& step, const Pl
 }
 
 void LatentAttention::absorb(float* q, const Step& step, float* query) const {
+  const runtime::Session session;
+  const bool serial = product(step.batch, config_.heads, config_.nope * config_.rank) < kSerialProducts;
+  each(*session, serial, config_.heads, [&](int h, int) { absorb_head(h, q, step, query); });
+}
+
+void LatentAttention::absorb_head(int h, float* q, const Step& step, float* query) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, wide = rank + config_.rope;
-  const runtime::Session session;
-  const bool serial = product(step.batch, heads, nope * rank) < kSerialProducts;
-  each(*session, serial, heads, [&](int h, int) {
-    const void* w = at(const_cast<void*>(config_.expansion), product(h, nope + config_.value, rank), step);
-    for (int row = 0; row < step.batch; ++row) {
-      float* from = q + product(row * heads + h, nope + config_.rope);
-      float* to = query + product(row * heads + h, wide);
-      rotate(from + nope, step, row, to + rank);
-      const auto position = static_cast<float>(step.own_position(row));
-      for (auto [part, size] : {std::pair{from, nope}, {to + rank, config_.rope}}) {
-        const std::span<float> values(part, static_cast<size_t>(size));
-        if (config_.tuned) tune(config_.tuned, position, step.dtype, true, values);
-        if (config_.growth) tune(config_.growth, h, position, step.dtype, values);
-      }
-      ops.times_rows(from, w, nope, rank, step.dtype, to);
+  const void* w = at(const_cast<void*>(config_.expansion), product(h, nope + config_.value, rank), step);
+  for (int row = 0; row < step.batch; ++row) {
+    float* from = q + product(row * heads + h, nope + config_.rope);
+    float* to = query + product(row * heads + h, wide);
+    rotate(from + nope, step, row, to + rank);
+    const auto position = static_cast<float>(step.own_position(row));
+    for (auto [part, size] : {std::pair{from, nope}, {to + rank, config_.rope}}) {
+      const std::span<float> values(part, static_cast<size_t>(size));
+      if (config_.tuned) tune(config_.tuned, position, step.dtype, true, values);
+      if (config_.growth) tune(config_.growth, h, position, step.dtype, values);
     }
-  });
+    ops.times_rows(from, w, nope, rank, step.dtype, to);
+  }
 }
 
 void LatentAttention::expand(const float* sum, const Step& step, float* head) const {
-  const gemm::StepOps& ops = gemm::step_ops();
-  const int heads = config_.heads, rank = config_.rank, nope = config_.nope, value = config_.value;
   const runtime::Session session;
-  const bool serial = product(step.batch, heads, value * rank) < kSerialProducts;
-  each(*session, serial, heads, [&](int h, int) {
-    const size_t begin = product(h, nope + value, rank) + product(nope, rank);
-    const void* w = at(const_cast<void*>(config_.expansion), begin, step);
-    for (int row = 0; row < step.batch; ++row)
-      ops.rows_times(w, sum + product(row * heads + h, rank), value, rank, step.dtype,
-                     head + product(row * heads + h, value));
-  });
+  const bool serial = product(step.batch, config_.heads, config_.value * config_.rank) < kSerialProducts;
+  each(*session, serial, config_.heads, [&](int h, int) { expand_head(h, sum, step, head); });
+}
+
+void LatentAttention::expand_head(int h, const float* sum, const Step& step, float* head) const {
+  const int heads = config_.heads, rank = config_.rank, value = config_.value;
+  for (int row = 0; row < step.batch; ++row)
+    gemm::step_ops().rows_times(values_of(h, step).data(), sum + product(row * heads + h, rank), value, rank, step.dtype,
+                                head + product(row * heads + h, value));
+}
+
+std::span<const std::byte> LatentAttention::values_of(int h, const Step& step) const {
+  const size_t begin = product(h, config_.nope + config_.value, config_.rank) + product(config_.nope, config_.rank);
+  return {static_cast<const std::byte*>(config_.expansion) + begin * step.width(),
+          product(config_.value, config_.rank) * step.width()};
 }
 
 }  // namespace ktinject::attention

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <vector>
 
 #include "attention/tuning.hpp"
@@ -195,6 +196,8 @@ struct LatentAttentionConfig {
   int window = 0;
 };
 
+struct Over;  // see attend_all.hpp
+
 class LatentAttention final : public DecoderAttention {
  public:
   explicit LatentAttention(LatentAttentionConfig config);
@@ -216,8 +219,16 @@ class LatentAttention final : public DecoderAttention {
   // query [batch, heads, rank + rope], to compare with what is cached: q, which it tunes, with the keys' up-projection
   // absorbed.
   void absorb(float* q, const Step& step, float* query) const;
+  void absorb_head(int h, float* q, const Step& step, float* query) const;
   // head [batch, heads, value] of the attended latents [batch, heads, rank]: the values' up-projection.
   void expand(const float* sum, const Step& step, float* head) const;
+  void expand_head(int h, const float* sum, const Step& step, float* head) const;
+  std::span<const std::byte> values_of(int h, const Step& step) const;  // that up-projection
+  // Of one row, from absorb() to o_proj, as one call of the pool. False where a part is too small for it: then nothing
+  // was done.
+  template <class Of, class End>
+  bool attend_in_one_call(float* q, float* query, const Step& step, const Over& over, Of of, float* sum, float* head,
+                          End&& end, const gemm::Linear::Product& to_out) const;
 
   LatentAttentionConfig config_;
 };

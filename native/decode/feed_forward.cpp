@@ -52,23 +52,21 @@ void GatedUnit::forward(const float* x, DType dtype, int batch, const Rows& /*ro
                both_at = arrays.take(up_ == nullptr ? static_cast<size_t>(2 * count) : 0);
   const runtime::Scratch memory(arrays.count());
   float *gate = memory + gate_at, *up = memory + up_at, *both = memory + both_at;
-  if (up_ == nullptr) {
-    gate_.forward(x, DType::f32, batch, both);
-    for (int row = 0; row < batch; ++row) {
+  const gemm::Linear::Product products[] = {{&gate_, up_ == nullptr ? both : gate}, {up_, up}};
+  auto activate = [&] {
+    for (int row = 0; up_ == nullptr && row < batch; ++row) {
       const float* from = both + 2 * row * inner;
       std::copy(from, from + inner, gate + row * inner);
       std::copy(from + inner, from + 2 * inner, up + row * inner);
     }
-  } else {
-    const gemm::Linear::Product products[] = {{&gate_, gate}, {up_, up}};
-    gemm::Linear::forward(products, x, DType::f32, batch);
-  }
-  ops.round(gate, count, dtype);
-  ops.round(up, count, dtype);
-  if (gating_.is_plain()) ops.gate_up(gate, up, count, gating_.activation, gating_.is_wide ? DType::f32 : dtype);
-  else multiply(gate, up, count, dtype);
-  if (gating_.is_wide) ops.round(gate, count, dtype);
-  down_.forward(gate, DType::f32, batch, out);
+    ops.round(gate, count, dtype);
+    ops.round(up, count, dtype);
+    if (gating_.is_plain()) ops.gate_up(gate, up, count, gating_.activation, gating_.is_wide ? DType::f32 : dtype);
+    else multiply(gate, up, count, dtype);
+    if (gating_.is_wide) ops.round(gate, count, dtype);
+  };
+  gemm::Linear::forward_both(std::span(products).first(up_ == nullptr ? 1 : 2), x, activate, {&down_, out}, gate,
+                             DType::f32, batch);
   ops.round(out, batch * down_.config().out_features, dtype);
 }
 
@@ -110,11 +108,13 @@ void PlainUnit::forward(const float* x, DType dtype, int batch, const Rows& /*ro
   const size_t inner_at = arrays.take(static_cast<size_t>(count));
   const runtime::Scratch memory(arrays.count());
   float* inner = memory + inner_at;
-  up_.forward(x, DType::f32, batch, inner);
-  ops.round(inner, count, dtype);
-  for (int i = 0; i < count; ++i) inner[i] = inner[i] < 0.0f ? 0.0f : inner[i] * inner[i];  // NaN stays NaN
-  ops.round(inner, count, dtype);
-  down_.forward(inner, DType::f32, batch, out);
+  const gemm::Linear::Product up{&up_, inner};
+  auto activate = [&] {
+    ops.round(inner, count, dtype);
+    for (int i = 0; i < count; ++i) inner[i] = inner[i] < 0.0f ? 0.0f : inner[i] * inner[i];  // NaN stays NaN
+    ops.round(inner, count, dtype);
+  };
+  gemm::Linear::forward_both(std::span(&up, 1), x, activate, {&down_, out}, inner, DType::f32, batch);
   ops.round(out, batch * down_.config().out_features, dtype);
 }
 

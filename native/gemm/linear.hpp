@@ -11,6 +11,7 @@
 #include "gemm/pack.hpp"
 #include "gemm/vector_ops.hpp"
 #include "runtime/memory.hpp"
+#include "runtime/stages.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::gemm {
@@ -89,6 +90,12 @@ class Linear {
     void run(int index, int worker) const;
     // The weights that a task reads.
     std::span<const std::byte> reads(int index) const;
+    // All of them, behind begin(), which converts the rows.
+    template <class Begin>
+    auto stage(Begin begin) const {
+      return runtime::Stage{count(), begin, [this](int index, int worker) { run(index, worker); },
+                            [this](int index) { return reads(index); }};
+    }
 
    private:
     struct Piece {
@@ -116,6 +123,12 @@ class Linear {
   // How many of these, the first ones, are multiplied together.
   static size_t together(std::span<const Product> products);
 
+  // The products of x; between(), on any one thread, which makes `input` of them; and the product of that. For one row
+  // a single call of the pool, if neither is too small for it.
+  template <class Between>
+  static void forward_both(std::span<const Product> first, const void* x, Between&& between, const Product& second,
+                           const void* input, DType dtype, int rows);
+
  private:
   void check(const Source& source, int k, const char* what) const;
   template <class Pack>
@@ -134,5 +147,25 @@ class Linear {
   bool has_weight_ = false;
   bool has_bias_ = false;
 };
+
+template <class Between>
+void Linear::forward_both(std::span<const Product> first, const void* x, Between&& between, const Product& second,
+                          const void* input, DType dtype, int rows) {
+  if (rows == 1 && together(first) == first.size()) {
+    const runtime::Session session;
+    runtime::ThreadPool& workers = *session;
+    const Tasks in(workers, first, dtype, 1), out(workers, std::span(&second, 1), dtype, 1, 1);
+    if (workers.threads() > 1 && !in.is_small() && !out.is_small()) {
+      runtime::run_stages(workers, in.stage([&] { in.convert(x, 0, 0); }), out.stage([&] {
+        between();
+        out.convert(input, 0, 0);
+      }));
+      return;
+    }
+  }
+  forward(first, x, dtype, rows);
+  between();
+  forward(std::span(&second, 1), input, dtype, rows);
+}
 
 }  // namespace ktinject::gemm

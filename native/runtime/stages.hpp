@@ -47,9 +47,11 @@ Stage(int, Begin, Run, Reads) -> Stage<Begin, Run, Reads>;
 
 inline constexpr auto kReadsNothing = [](int) { return std::span<const std::byte>(); };
 
-// Runs the stages, one after the other; the first begins at once, on the caller. `left`: of nobody else meanwhile.
+// Runs the stages, one after the other; the first begins at once, on the caller.
 template <class... Stages>
-void run_stages(ThreadPool& workers, Counters& left, Stages&&... stages) {
+void run_stages(ThreadPool& workers, Stages&&... stages) {
+  static thread_local Counters counters;
+  Counters& left = counters;  // the caller's, for all
   constexpr size_t kStages = sizeof...(Stages);
   auto all = std::forward_as_tuple(stages...);
   std::get<0>(all).begin();

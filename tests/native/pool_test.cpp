@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "native_test.hpp"
-#include "runtime/counters.hpp"
 #include "runtime/stages.hpp"
 #include "runtime/thread_pool.hpp"
 #include "runtime/waiting.hpp"
@@ -159,7 +158,6 @@ void test_stages() {
   for (const int threads : {1, 2, 5, 16}) {
     set_threads(threads, true);
     const Session workers;
-    Counters left;
     for (int turn = 0; turn < 50; ++turn) {
       const std::array<int, 3> counts{1 + turn % 7, 1, 40};
       std::array<std::atomic<int>, 3> ended{};
@@ -181,7 +179,7 @@ void test_stages() {
                        return std::span<const std::byte>(memory).subspan(static_cast<size_t>(index) * 100, 5000);
                      }};
       };
-      const bool failed = throws<Fault>([&] { run_stages(*workers, left, stage(0), stage(1), stage(2)); });
+      const bool failed = throws<Fault>([&] { run_stages(*workers, stage(0), stage(1), stage(2)); });
       check(failed == (fault >= 0), "an error of a task is the call's");
       check(in_order, "a stage begins behind the one before it");
       for (size_t i = 0; fault < 0 && i < 3; ++i)

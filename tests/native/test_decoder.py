@@ -142,20 +142,78 @@ def test_a_token_in_one_call_is_that_in_several(kind: str, position: int) -> Non
     layer = Layer(
         _native.GroupedAttention(**grouped(q, k, v, o, heads=heads, groups=groups, size=size, **others))
     )
+    keys, values = torch.randn(2, 1, groups, 2048, size).unbind()
+    assert turns_spared(layer, keys, values, position, size) == (2 if kind == "v in another format" else 3)
+
+
+def turns_spared(layer: Layer, keys: Tensor, values: Tensor, position: int, rotary: int) -> int:
+    """How many turns at the pool fewer a token takes with four threads than with one; its results are the same."""
     x = torch.randn(1, HIDDEN)
-    cos, sin = rotation(1, size)
-    held = torch.randn(2, 1, groups, 2048, size)
+    cos, sin = rotation(1, rotary)
     results, turns = [], []
     for threads in (4, 1):
         _native.set_threads(threads, crowded=True)
-        keys, values = held.clone().unbind()
+        own_keys, own_values = keys.clone(), values.clone()
         before = _native.sessions()
-        out = layer(x, keys, values, position, cos=cos, sin=sin)
+        out = layer(x, own_keys, own_values, position, cos=cos, sin=sin)
         turns.append(_native.sessions() - before)
-        results.append((out, keys, values))
+        results.append((out, own_keys, own_values))
     for found, want in zip(*results, strict=True):
         torch.testing.assert_close(found, want, rtol=0, atol=0)
-    assert turns[1] - turns[0] == (2 if kind == "v in another format" else 3)
+    return turns[1] - turns[0]
+
+
+@pytest.mark.parametrize("position", [40, 700, 2047])
+@pytest.mark.parametrize("is_low", [False, True])
+def test_a_token_s_latent_attention_in_one_call_is_that_in_several(is_low: bool, position: int) -> None:
+    torch.manual_seed(0)
+    heads, rank, nope, rope, value = 16, 128, 96, 32, 128
+    low = 1024
+    queries: dict[str, Any] = {
+        "q": linear(heads * (nope + rope), HIDDEN)[0],
+        **dict.fromkeys(("q_a", "q_norm", "q_b")),
+    }
+    if is_low:
+        norm = _native.Norm(torch.rand(low), 1e-6)
+        queries = {"q": None, "q_a": linear(low, HIDDEN)[0], "q_norm": norm, "q_b": linear(2048, low)[0]}
+    layer = Layer(
+        _native.LatentAttention(
+            **queries,
+            kv=linear(rank + rope, HIDDEN)[0],
+            kv_norm=_native.Norm(torch.rand(rank), 1e-6),
+            expansion=torch.randn(heads * (nope + value), rank) * rank**-0.5,
+            o=linear(HIDDEN, heads * value)[0],
+            heads=heads, rank=rank, nope=nope, rope=rope, value=value, neighbours=False, scale=0.2,
+        )
+    )  # fmt: skip
+    keys, values = torch.randn(1, 1, 2048, rank), torch.randn(1, 1, 2048, rope)
+    assert turns_spared(layer, keys, values, position, rope) == (6 if is_low else 4)
+
+
+@pytest.mark.parametrize("kind", ["gate and up", "both in one", "up alone"])
+def test_a_token_s_feed_forward_in_one_call_is_that_in_several(kind: str) -> None:
+    torch.manual_seed(0)
+    inner = 2048
+    down = linear(HIDDEN, inner)[0]
+    if kind == "up alone":
+        unit = _native.PlainUnit(linear(inner, HIDDEN)[0], down)
+    elif kind == "gate and up":
+        unit = _native.GatedUnit(linear(inner, HIDDEN)[0], linear(inner, HIDDEN)[0], down)
+    else:
+        unit = _native.GatedUnit(linear(2 * inner, HIDDEN)[0], None, down)
+    decoder = _native.Decoder(HIDDEN, "float32")
+    decoder.add(None, None, _native.Norm(torch.ones(HIDDEN), 1e-6), unit)
+    x, results, turns = torch.randn(1, HIDDEN), [], []
+    for threads in (4, 1):
+        _native.set_threads(threads, crowded=True)
+        out, before = torch.empty_like(x), _native.sessions()
+        cache = _native.DecoderCache([torch.empty(1, 1, 1, 1)], [torch.empty(1, 1, 1, 1)])
+        decoder.forward(x=x, position=0, cache=cache, out=out, cos=None, sin=None, mask=None, first=0, last=1,
+                        final_norm=None)  # fmt: skip
+        turns.append(_native.sessions() - before)
+        results.append(out)
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    assert turns[1] - turns[0] == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
