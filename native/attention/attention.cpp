@@ -630,8 +630,8 @@ void LatentAttention::expand(const float* sum, const Step& step, float* head) co
 void LatentAttention::expand_head(int h, const float* sum, const Step& step, float* head) const {
   const int heads = config_.heads, rank = config_.rank, value = config_.value;
   for (int row = 0; row < step.batch; ++row)
-    gemm::step_ops().rows_times(values_of(h, step).data(), sum + product(row * heads + h, rank), value, rank, step.dtype,
-                                head + product(row * heads + h, value));
+    gemm::step_ops().rows_times(values_of(h, step).data(), sum + product(row * heads + h, rank), value, rank,
+                                step.dtype, head + product(row * heads + h, value));
 }
 
 std::span<const std::byte> LatentAttention::values_of(int h, const Step& step) const {

@@ -203,8 +203,7 @@ Linear::Tasks::Tasks(runtime::ThreadPool& workers, std::span<const Product> prod
   input_ = memory(kInput, true, m * matrix.row_bytes());
   scale_ = reinterpret_cast<float*>(memory(kInputScale, has_int8_rows(matrix.format), m * scales * sizeof(float)));
   sums_ = reinterpret_cast<int32_t*>(memory(kInputSums, groups_ > 0, m * groups_ * sizeof(int32_t)));
-  outliers_ =
-      reinterpret_cast<Outliers*>(memory(kInputOutliers, has_outliers(matrix.format), m * sizeof(Outliers)));
+  outliers_ = reinterpret_cast<Outliers*>(memory(kInputOutliers, has_outliers(matrix.format), m * sizeof(Outliers)));
   thread_bytes_ = kResultBytes + matrix.row_bytes() + scratch;
   own_ = memory(kThread, true, thread_bytes_ * static_cast<size_t>(workers.threads()));
 

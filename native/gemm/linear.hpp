@@ -117,7 +117,7 @@ class Linear {
     size_t groups_, bytes_ = 0;
     std::byte* own_;  // of each worker: results, a row, and scratch of the kernel
     size_t thread_bytes_;
-    int row_blocks_, run_length_;                    // in rows and in panels
+    int row_blocks_, run_length_;                  // in rows and in panels
     std::array<int, kMostTogether + 1> starts_{};  // of each layer's runs
   };
   // How many of these, the first ones, are multiplied together.

@@ -791,7 +791,8 @@ int main(int argc, char** argv) {
   try {
     if (mode == "forward") test_forward();
     else if (mode == "plan") test_plan(), test_outlier_rows();
-    else if (mode == "pool") test_pool(forks), test_room(), test_fetch(), test_stages(), test_turns(forks), test_big_machines(forks);
+    else if (mode == "pool")
+      test_pool(forks), test_room(), test_fetch(), test_stages(), test_turns(forks), test_big_machines(forks);
     else if (mode == "dispatcher") test_dispatcher();
     else if (mode == "sharing") test_sharing();
     else if (mode == "allocations") test_allocations();
