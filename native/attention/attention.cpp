@@ -267,7 +267,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
         finish_values();
         prepare_rows();
       };
-      const Around around{given, x, {config_.o, out}};
+      const Around around{given, x, {config_.o, out}, step.following};
       attend_in_one_call(around, ops, over, step.dtype, sum, of, items, prepare, begin, close_gates);
       continue;
     }
@@ -282,10 +282,9 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     }
     attend_all(ops, over, step.dtype, sum + product(first, heads, dv), of, items, prepare);
   }
-  if (!is_one_call) {
-    close_gates();
-    config_.o->forward(sum, DType::f32, batch, out);
-  }
+  if (is_one_call) return;
+  close_gates();
+  config_.o->forward(sum, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
 }
 
@@ -427,7 +426,6 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
     if (gates != 0) multiply_by_gate(head, heads * config_.value, memory + gate_at, gates, false, step);
   };
   const bool is_one_call = batch == 1 && (choice == nullptr || choice->is_all[0]);
-  bool is_done = false;
   if (!is_one_call) absorb(q, step, query);
   for (int first = 0; first < batch; first += step.together()) {
     const Places places = places_of(cache, step, first, 1, rank, rope, config_.window);
@@ -456,17 +454,14 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
       return task;
     };
     if (is_one_call) {
-      is_done = attend_in_one_call(q, query, step, over, of, sum, head, close_gates, to_out);
-      if (is_done) break;
+      if (attend_in_one_call(q, query, step, over, of, sum, head, close_gates, to_out)) return;
       absorb(q, step, query);
     }
     attend_all(ops, over, step.dtype, sum + product(first, heads, rank), of);
   }
-  if (!is_done) {
-    expand(sum, step, head);
-    close_gates();
-    config_.o->forward(head, DType::f32, batch, out);
-  }
+  expand(sum, step, head);
+  close_gates();
+  config_.o->forward(head, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
 }
 
@@ -485,10 +480,12 @@ bool LatentAttention::attend_in_one_call(float* q, float* query, const Step& ste
                                  runtime::kReadsNothing};
   const runtime::Stage expanding{heads, [] {}, [&](int h, int) { expand_head(h, sum, step, head); },
                                  [&](int h) { return values_of(h, step); }};
-  runtime::run_stages(workers, absorbing, tasks.stage(), expanding, out.stage([&] {
+  auto multiply = out.stage([&] {
     end();
     out.convert(head, 0, 0);
-  }));
+  });
+  Closing closing(workers, step.following, static_cast<float*>(to_out.y), config_.o->config().out_features, step.dtype);
+  runtime::run_stages(workers, absorbing, tasks.stage(), expanding, multiply, closing.stage());
   return true;
 }
 

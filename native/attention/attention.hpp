@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <span>
 #include <vector>
@@ -53,6 +54,19 @@ struct LayerCache {
   std::vector<Cached> parts;  // what compressors keep, see attention/compressor.hpp
 };
 
+// What is computed of a layer's output: begin(), on any one thread, which gives the row that is taken; then either
+// linear's product y of it, or run(index) for index < count. Some layers do it within their own call of the pool, see
+// stages.hpp.
+struct Following {
+  std::function<const float*()> begin;
+  const gemm::Linear* linear = nullptr;
+  float* y = nullptr;
+  int count = 0;  // at least one, if there is no linear
+  std::function<void(int index)> run;
+  std::function<std::span<const std::byte>(int index)> reads;
+  bool is_done = false;  // the layer sets it
+};
+
 // What is the same for all layers of a step.
 struct Step {
   DType dtype = DType::bf16;
@@ -78,6 +92,7 @@ struct Step {
   // [batch]: of each token in its text, which padding before it is not counted in; null: there is none
   const int64_t* positions = nullptr;
   const int64_t* tokens = nullptr;  // [batch]: their numbers; null: there are none
+  Following* following = nullptr;
   int prompt = 0;  // tokens of the prompt, which some layers with a window keep beside it; 0: that is not known
 
   // Rows that are computed beside each other, those that a cache has, and what belongs to a row.

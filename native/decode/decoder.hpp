@@ -17,6 +17,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "attention/attention.hpp"
@@ -32,6 +33,7 @@ namespace ktinject::decode {
 struct Rows {
   const uint8_t* live = nullptr;
   const int64_t* tokens = nullptr;
+  const float* begun = nullptr;  // of one row: what FeedForward::begin() has left
 };
 
 class FeedForward {
@@ -40,6 +42,17 @@ class FeedForward {
   virtual bool fits(int hidden) const = 0;  // as DecoderAttention's
   // out [batch, hidden] of x [batch, hidden], rounded.
   virtual void forward(const float* x, DType dtype, int batch, const Rows& rows, float* out) const = 0;
+
+  // What it begins with for one row may be computed before, and be given to forward(): `values` of them, 0 if there is
+  // nothing. They are linear's product of the row, or `parts` of any order leave them.
+  struct Beginning {
+    int values = 0;
+    const gemm::Linear* linear = nullptr;
+    int parts = 0;
+  };
+  virtual Beginning beginning() const { return {}; }
+  virtual void begin(int /*part*/, const float* /*x*/, float* /*values*/) const {}
+  virtual std::span<const std::byte> reads(int /*part*/) const { return {}; }
 };
 
 // g and u of a gated unit: silu(min(g, gate_max)) * (clamp(u, -up_limit, up_limit) + up_offset), where silu(x) is
@@ -146,13 +159,20 @@ class Mixture final : public FeedForward {
           Narrow narrow = {}, Factors factors = {}, Between norms = {});
   bool fits(int hidden) const override;
   void forward(const float* x, DType dtype, int batch, const Rows& rows, float* out) const override;
+  // The router's logits.
+  Beginning beginning() const override;
+  void begin(int part, const float* x, float* logits) const override;
+  std::span<const std::byte> reads(int part) const override;
 
  private:
   void check_router() const;
   // ids and weights [batch, top_k] of x; -1 for rows that are not live.
   void route(const float* x, DType dtype, int batch, const Rows& rows, int32_t* ids, float* weights) const;
-  // [batch, experts] of x
+  // [batch, experts] of x, without the bias of a weight that is not packed
   void score(const float* x, int batch, float* logits) const;
+  // Of a weight that is not packed, a part of a row's.
+  int parts_of_router() const;
+  void score_part(int part, const float* x, float* logits) const;
   // token: of the row; or null
   void choose(float* logits, const int64_t* token, int32_t* ids, float* weights, DType dtype) const;
   // Scores of logits, in place; and which expert is a token's i-th.

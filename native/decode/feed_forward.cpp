@@ -214,7 +214,7 @@ void Mixture::forward(const float* x, DType dtype, int batch, const Rows& rows, 
   };
   times(factors_.routed);
   if (shared_ == nullptr) return times(factors_.whole);
-  shared_->forward(x, dtype, batch, rows, beside);
+  shared_->forward(x, dtype, batch, {rows.live, rows.tokens}, beside);
   for (int row = 0; gate_ != nullptr && row < batch; ++row) {
     float factor;
     ops.rows_times(gate_, x + row * hidden, 1, hidden, dtype, &factor);
@@ -285,7 +285,10 @@ void Mixture::route(const float* x, DType dtype, int batch, const Rows& rows, in
     ops.round(given, batch * hidden, dtype);
     x = given;
   }
-  score(x, batch, logits);
+  if (rows.begun == nullptr) score(x, batch, logits);
+  else std::copy(rows.begun, rows.begun + count, logits);
+  for (int row = 0; router_.linear == nullptr && router_.bias != nullptr && row < batch; ++row)
+    ops.add(logits + row * count, router_.bias, count, DType::f32);
   if (router_.table != nullptr && rows.tokens == nullptr)
     throw std::invalid_argument("router: experts go by tokens, whose numbers the step does not have");
   for (int row = 0; row < batch; ++row) {
@@ -328,18 +331,37 @@ void Mixture::choose_near(const float* logits, int32_t* ids, float* weights, DTy
 
 void Mixture::score(const float* x, int batch, float* logits) const {
   if (router_.linear != nullptr) return router_.linear->forward(x, DType::f32, batch, logits);
-  const gemm::StepOps& ops = gemm::step_ops();
-  const int count = experts_.config().experts, hidden = this->hidden();
+  const int count = experts_.config().experts, hidden = this->hidden(), parts = parts_of_router();
   const runtime::Session session;
-  const int blocks = (count + kExpertsOfTask - 1) / kExpertsOfTask;
   const bool serial = attention::product(batch, count, hidden) < attention::kSerialProducts;
-  attention::each(*session, serial, batch * blocks, [&](int index, int) {
-    const int row = index / blocks, first = index % blocks * kExpertsOfTask;
-    ops.rows_times(router_.weight + attention::product(first, hidden), x + row * hidden,
-                   std::min(kExpertsOfTask, count - first), hidden, DType::f32, logits + row * count + first);
+  attention::each(*session, serial, batch * parts, [&](int index, int) {
+    const int row = index / parts;
+    score_part(index % parts, x + row * hidden, logits + row * count);
   });
-  for (int row = 0; router_.bias != nullptr && row < batch; ++row)
-    ops.add(logits + row * count, router_.bias, count, DType::f32);
+}
+
+int Mixture::parts_of_router() const { return (experts_.config().experts + kExpertsOfTask - 1) / kExpertsOfTask; }
+
+void Mixture::score_part(int part, const float* x, float* logits) const {
+  const int count = experts_.config().experts, hidden = this->hidden(), first = part * kExpertsOfTask;
+  gemm::step_ops().rows_times(router_.weight + attention::product(first, hidden), x,
+                              std::min(kExpertsOfTask, count - first), hidden, DType::f32, logits + first);
+}
+
+FeedForward::Beginning Mixture::beginning() const {
+  const int count = experts_.config().experts;
+  if (router_.norm.weight != nullptr || router_.input_factor != 1.0f) return {};
+  if (router_.linear != nullptr) return {count, router_.linear};
+  if (attention::product(count, hidden()) < attention::kSerialProducts) return {};
+  return {count, nullptr, parts_of_router()};
+}
+
+void Mixture::begin(int part, const float* x, float* logits) const { score_part(part, x, logits); }
+
+std::span<const std::byte> Mixture::reads(int part) const {
+  const int first = part * kExpertsOfTask, count = std::min(kExpertsOfTask, experts_.config().experts - first);
+  return std::as_bytes(
+      std::span(router_.weight + attention::product(first, hidden()), attention::product(count, hidden())));
 }
 
 int Mixture::expert_of(int64_t token, int i) const {

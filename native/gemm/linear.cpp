@@ -27,8 +27,6 @@ constexpr int kTasksPerThread = 4;
 // And a task of few rows reads no more than this: who is late with the last one holds up all.
 constexpr size_t kMostTaskBytes = size_t{256} << 10;
 constexpr int kReadRows = 4;
-// Memory that a worker has to itself begins with a block of results.
-constexpr size_t kResultBytes = size_t{kMostResults} * kPanel * sizeof(float);
 
 size_t result_bytes(DType dtype, bool is_wide) { return is_wide ? sizeof(float) : dtype_bytes(dtype); }
 
@@ -204,17 +202,19 @@ Linear::Tasks::Tasks(runtime::ThreadPool& workers, std::span<const Product> prod
   scale_ = reinterpret_cast<float*>(memory(kInputScale, has_int8_rows(matrix.format), m * scales * sizeof(float)));
   sums_ = reinterpret_cast<int32_t*>(memory(kInputSums, groups_ > 0, m * groups_ * sizeof(int32_t)));
   outliers_ = reinterpret_cast<Outliers*>(memory(kInputOutliers, has_outliers(matrix.format), m * sizeof(Outliers)));
-  thread_bytes_ = kResultBytes + matrix.row_bytes() + scratch;
+  // Fewer rows a task only where the panels are too few to go round.
+  row_blocks_ = (rows + kMostRows - 1) / kMostRows;
+  const int per_block = std::max(1, workers.threads() * kTasksPerThread / row_blocks_);
+  const int block_rows = std::min(kMostRows, round_up(rows, kTile));
+  run_length_ = std::clamp(panels / per_block, 1, kMostResults / block_rows);
+  if (rows <= kReadRows)
+    run_length_ = std::min(run_length_, std::max(1, static_cast<int>(kMostTaskBytes / matrix.panel_bytes())));
+  result_bytes_ = static_cast<size_t>(block_rows * run_length_ * kPanel) * sizeof(float);
+  thread_bytes_ = result_bytes_ + matrix.row_bytes() + scratch;
   own_ = memory(kThread, true, thread_bytes_ * static_cast<size_t>(workers.threads()));
 
   kernel_ = &front.kernels_(rows);
   all_ = {input_, matrix.row_bytes(), rows, scale_, sums_, outliers_, matrix.row_scales()};
-  // Fewer rows a task only where the panels are too few to go round.
-  row_blocks_ = (rows + kMostRows - 1) / kMostRows;
-  const int per_block = std::max(1, workers.threads() * kTasksPerThread / row_blocks_);
-  run_length_ = std::clamp(panels / per_block, 1, kMostResults / std::min(kMostRows, round_up(rows, kTile)));
-  if (rows <= kReadRows)
-    run_length_ = std::min(run_length_, std::max(1, static_cast<int>(kMostTaskBytes / matrix.panel_bytes())));
   for (size_t i = 0; i < count_; ++i)
     starts_[i + 1] = starts_[i] + (products_[i].linear->matrix_.panels + run_length_ - 1) / run_length_;
 }
@@ -226,7 +226,7 @@ void Linear::Tasks::convert(const void* x, int row, int worker) const {
   const Matrix& matrix = front.matrix_;
   const auto at = static_cast<size_t>(row);
   const void* from = static_cast<const std::byte*>(x) + at * static_cast<size_t>(matrix.k) * dtype_bytes(dtype_);
-  std::byte* to = all_.m == 1 ? input_ : own(worker) + kResultBytes;
+  std::byte* to = all_.m == 1 ? input_ : own(worker) + result_bytes_;
   pack_row(*front.vector_ops_, matrix, from, dtype_, to,
            scale_ == nullptr ? nullptr : scale_ + at * static_cast<size_t>(matrix.row_scales()),
            sums_ == nullptr ? nullptr : sums_ + at * groups_, outliers_ == nullptr ? nullptr : outliers_ + row);
@@ -250,7 +250,7 @@ void Linear::Tasks::run(int index, int worker) const {
   std::byte* mine = own(worker);
   linear->multiply(all_.part(row, std::min(kMostRows, all_.m - row), static_cast<int>(groups_)), *kernel_, panel,
                    panels, dtype_, is_wide, static_cast<std::byte*>(y) + static_cast<size_t>(row) * y_bytes, mine,
-                   mine + kResultBytes + linear->matrix_.row_bytes());
+                   mine + result_bytes_ + linear->matrix_.row_bytes());
 }
 
 std::span<const std::byte> Linear::Tasks::reads(int index) const {

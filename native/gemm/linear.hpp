@@ -78,8 +78,8 @@ class Linear {
   // Such a product as tasks of a call of the pool, of which it may be a part. Within a Session, which outlives this.
   class Tasks {
    public:
-    // products: at most kMostTogether, see together(). Of two that live at once, one has `place` 1: each place has
-    // memory of its own.
+    // products: at most kMostTogether, see together(). Of those that live at once each has a `place`, from 0 on, of the
+    // pool's memory.
     Tasks(runtime::ThreadPool& workers, std::span<const Product> products, DType dtype, int rows, int place = 0);
 
     // So little that waking workers would cost more.
@@ -116,7 +116,7 @@ class Linear {
     Outliers* outliers_;
     size_t groups_, bytes_ = 0;
     std::byte* own_;  // of each worker: results, a row, and scratch of the kernel
-    size_t thread_bytes_;
+    size_t result_bytes_, thread_bytes_;
     int row_blocks_, run_length_;                  // in rows and in panels
     std::array<int, kMostTogether + 1> starts_{};  // of each layer's runs
   };

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attention import grouped
+from silu_layers import silu_experts
 from test_arrays import latent, mixture
 from torch import Tensor
 
@@ -188,6 +189,34 @@ def test_a_token_s_latent_attention_in_one_call_is_that_in_several(is_low: bool,
     )  # fmt: skip
     keys, values = torch.randn(1, 1, 2048, rank), torch.randn(1, 1, 2048, rope)
     assert turns_spared(layer, keys, values, position, rope) == (6 if is_low else 4)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "parallel"])
+def test_a_router_in_attention_s_call_is_that_behind_it(kind: str, is_packed: bool) -> None:
+    torch.manual_seed(0)
+    count = 64 if is_packed else 1664  # so that the weight is worth a call
+    parts = (linear(n, HIDDEN)[0] for n in (2048, 256, 256))
+    attention = _native.GroupedAttention(
+        **grouped(*parts, linear(HIDDEN, 2048)[0], heads=16, groups=2, size=128)
+    )
+    native = silu_experts(count, HIDDEN, 32, "bf16")
+    native.allocate()
+    for i in range(count):
+        for name, shape in (("gate", (32, HIDDEN)), ("up", (32, HIDDEN)), ("down", (HIDDEN, 32))):
+            native.load(name, i, torch.randn(shape) * 0.1)
+    router = {"router": linear(count, HIDDEN)[0], "weight": None, "bias": None} if is_packed else {
+        "weight": torch.randn(count, HIDDEN), "bias": torch.randn(count)
+    }  # fmt: skip
+    changed = {"experts": native, "correction": None, "expert_factors": None, "table": None, "shared": None}
+    unit = _native.Mixture(**mixture() | changed | {"gate": None, "top_k": 4, "scores": "softmax"} | router)
+    layer = Layer.__new__(Layer)
+    layer.decoder = _native.Decoder(HIDDEN, "float32")
+    norm = _native.Norm(torch.rand(HIDDEN), 1e-6)
+    is_parallel = kind == "parallel"
+    layer.decoder.add(norm, attention, None if is_parallel else norm, unit, parallel=is_parallel)
+    keys, values = torch.randn(2, 1, 2, 2048, 128).unbind()
+    assert turns_spared(layer, keys, values, 500, 128) == 4
 
 
 @pytest.mark.parametrize("kind", ["gate and up", "both in one", "up alone"])
