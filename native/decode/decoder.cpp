@@ -1,6 +1,7 @@
 #include "decode/decoder.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -152,16 +153,19 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
       const bool may_begin = step.batch == 1 && streams_ == 1 && part != nullptr;
       const FeedForward::Beginning beginning = may_begin ? part->beginning() : FeedForward::Beginning{};
       attention::Following following;
+      auto begin_part = [&] {
+        end_attention();
+        return given;
+      };
+      auto run_part = [&](int index) { part->begin(index, given, begun); };
+      auto reads_of_part = [&](int index) { return part->reads(index); };
       if (beginning.values > 0) {
-        following.begin = [&] {
-          end_attention();
-          return given;
-        };
+        following.begin = std::ref(begin_part);  // a copy might take memory
+        following.run = std::ref(run_part);
+        following.reads = std::ref(reads_of_part);
         following.linear = beginning.linear;
         following.y = begun;
         following.count = beginning.parts;
-        following.run = [&](int index) { part->begin(index, given, begun); };
-        following.reads = [&](int index) { return part->reads(index); };
         own.following = &following;
       }
       layer.attention->forward(before(layer.before_attention, layer.attention_streams), own,
