@@ -29,6 +29,8 @@ constexpr milliseconds kHot{2};
 constexpr microseconds kShortNap{50};
 constexpr milliseconds kLongNap{1};
 constexpr std::chrono::seconds kUntilLongNaps{1};
+// A work under way may wait for who pauses.
+constexpr std::chrono::seconds kLongestPauseUnseen{1};
 constexpr int kSpinsBetweenClocks = 128;
 // How long workers spin between two layers of a step on the GPU, and between two steps while the GPU computes logits.
 constexpr double kPatienceMicroseconds = 300;
@@ -127,12 +129,19 @@ void Dispatcher::wake() {
 }
 
 void Dispatcher::pause(bool paused) {
+  is_pause_seen_ = false;
   paused_ = paused;
   wake();
+  // What the thread has begun to look for it may still find: so it has to come by once more.
+  const auto start = Clock::now();
+  while (paused && !is_pause_seen_ && Clock::now() - start < kLongestPauseUnseen) sched_yield();
 }
 
 Work* Dispatcher::next() {
-  if (paused_.load(std::memory_order_relaxed)) return nullptr;
+  if (paused_.load()) {
+    is_pause_seen_ = true;
+    return nullptr;
+  }
   auto& place = posted_[post_next_ % posted_.size()];
   if (place.load(std::memory_order_relaxed) != 0) {
     ++post_next_;

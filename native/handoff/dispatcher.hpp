@@ -79,7 +79,7 @@ class Dispatcher {
   // Submits that GPUs have asked for so far.
   uint64_t entries() const { return entries_.load(std::memory_order_relaxed); }
 
-  // For tests of what happens when nobody answers.
+  // For tests of what happens when nobody answers: to what is submitted from now on.
   void pause(bool paused);
 
  private:
@@ -108,7 +108,7 @@ class Dispatcher {
   std::atomic<int> outstanding_{0};
   std::atomic<uint64_t> entries_{0};
   std::atomic<bool> captured_{false};
-  std::atomic<bool> paused_{false};
+  std::atomic<bool> paused_{false}, is_pause_seen_{false};
   std::atomic<uint32_t> wake_{0};
   std::atomic<bool> sleeping_{false};
 };
