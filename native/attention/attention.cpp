@@ -268,8 +268,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
         prepare_rows();
       };
       const Around around{given, x, {config_.o, out}, step.following};
-      attend_in_one_call(around, ops, over, step.dtype, sum, of, items, prepare, begin, close_gates);
-      continue;
+      return attend_in_one_call(around, ops, over, step.dtype, sum, of, items, prepare, begin, close_gates);
     }
     prepare_rows();
     if (block > 0) {
@@ -282,7 +281,6 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     }
     attend_all(ops, over, step.dtype, sum + product(first, heads, dv), of, items, prepare);
   }
-  if (is_one_call) return;
   close_gates();
   config_.o->forward(sum, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);

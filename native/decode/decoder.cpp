@@ -93,19 +93,14 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
     throw std::invalid_argument("decoder: several streams have a head before the last norm");
   const gemm::StepOps& ops = gemm::step_ops();
   const int count = step.batch * hidden_, all = count * streams_;
-  int begun_count = 0;
-  for (int i = first; step.batch == 1 && streams_ == 1 && i < last; ++i)
-    if (const FeedForward* part = (*layers)[static_cast<size_t>(i)].feed_forward; part != nullptr)
-      begun_count = std::max(begun_count, part->beginning().values);
   runtime::Arrays arrays;
   const size_t stream_at = arrays.take(static_cast<size_t>(all)), normed_at = arrays.take(static_cast<size_t>(count)),
                out_at = arrays.take(static_cast<size_t>(count)),
                collapsed_at = arrays.take(streams_ > 1 ? static_cast<size_t>(count) : 0),
-               mixing_at = arrays.take(streams_ > 1 ? static_cast<size_t>(step.batch * streams_ * (1 + streams_)) : 0),
-               begun_at = arrays.take(static_cast<size_t>(begun_count));
+               mixing_at = arrays.take(streams_ > 1 ? static_cast<size_t>(step.batch * streams_ * (1 + streams_)) : 0);
   const runtime::Scratch memory(arrays.count());
   float *stream = memory + stream_at, *normed = memory + normed_at, *out = memory + out_at;
-  float *collapsed = memory + collapsed_at, *mixing = memory + mixing_at, *begun = memory + begun_at;
+  float *collapsed = memory + collapsed_at, *mixing = memory + mixing_at;
   gemm::vector_ops().widen(x, step.dtype, 1, all, stream);
   auto norm_all = [&](const attention::Norm& norm, const float* from, float* to) {
     for (int row = 0; row < step.batch; ++row) ops.rms_norm(from + row * hidden_, norm, step.dtype, to + row * hidden_);
@@ -133,6 +128,10 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
   for (int i = first; i < last; ++i) {
     const LayerConfig& layer = (*layers)[static_cast<size_t>(i)];
     const FeedForward* const part = layer.feed_forward;
+    // Streams have calls of their own.
+    const bool may_begin = step.batch == 1 && streams_ == 1 && part != nullptr;
+    const FeedForward::Beginning beginning = may_begin ? part->beginning() : FeedForward::Beginning{};
+    const runtime::Scratch begun(static_cast<size_t>(beginning.values));
     // What the feed-forward part takes, once attention is done.
     const float* given = nullptr;
     auto end_attention = [&] {
@@ -149,9 +148,6 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
         own.first_angle = layer.first_angle;
         own.rotary = layer.angles;
       }
-      // Streams have calls of their own.
-      const bool may_begin = step.batch == 1 && streams_ == 1 && part != nullptr;
-      const FeedForward::Beginning beginning = may_begin ? part->beginning() : FeedForward::Beginning{};
       attention::Following following;
       auto begin_part = [&] {
         end_attention();
