@@ -68,8 +68,6 @@ template <class Of, class Before, class Begin, class End>
 void attend_in_one_call(const Around& around, const gemm::StepOps& ops, const Over& over, DType dtype, float* sum,
                         Of&& of, int items, Before&& before, Begin&& begin, End&& end) {
   using gemm::Linear;
-  const bool are_alike = Linear::together(around.in) == around.in.size();
-  if (!are_alike) Linear::forward(around.in, around.x, DType::f32, 1);
   auto* const results = static_cast<float*>(around.out.y);
   const int count = around.out.linear->config().out_features;
   bool is_done = false;
@@ -77,26 +75,21 @@ void attend_in_one_call(const Around& around, const gemm::StepOps& ops, const Ov
     const runtime::Session session;
     runtime::ThreadPool& workers = *session;
     AttendTasks tasks(workers, ops, over, dtype, sum, of);
-    const Linear::Tasks out(workers, std::span(&around.out, 1), DType::f32, 1, 1);
-    is_done = workers.threads() > 1 && !tasks.is_small() && tasks.tasks_merge() && !out.is_small();
+    const Linear::Tasks in(workers, around.in, DType::f32, 1),
+        out(workers, std::span(&around.out, 1), DType::f32, 1, 1);
+    is_done = workers.threads() > 1 && !tasks.is_small() && tasks.tasks_merge() && !in.is_small() && !out.is_small();
     if (is_done) {
-      auto prepare = in_parts(workers, items, before, begin);
-      auto multiply = out.stage([&] {
-        end();
-        out.convert(sum, 0, 0);
-      });
       Closing closing(workers, around.following, results, count, dtype);
-      if (are_alike) {
-        const Linear::Tasks in(workers, around.in, DType::f32, 1);
-        runtime::run_stages(workers, in.stage([&] { in.convert(around.x, 0, 0); }), prepare, tasks.stage(), multiply,
-                            closing.stage());
-      } else {
-        runtime::run_stages(workers, prepare, tasks.stage(), multiply, closing.stage());
-      }
+      runtime::run_stages(workers, in.stage([&] { in.convert(around.x, 0, 0); }),
+                          in_parts(workers, items, before, begin), tasks.stage(), out.stage([&] {
+                            end();
+                            out.convert(sum, 0, 0);
+                          }),
+                          closing.stage());
     }
   }
   if (is_done) return;
-  if (are_alike) Linear::forward(around.in, around.x, DType::f32, 1);
+  Linear::forward(around.in, around.x, DType::f32, 1);
   begin();
   attend_all(ops, over, dtype, sum, of, items, before);
   end();

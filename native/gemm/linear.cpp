@@ -148,21 +148,22 @@ void Linear::forward(const void* x, DType dtype, int rows, void* y) const {
 void Linear::forward(std::span<const Product> products, const void* x, DType dtype, int rows) {
   while (!products.empty()) {
     const Linear& front = *products.front().linear;
-    const size_t alike = together(products);
+    // Of many rows, one format after the other, so that a second one's input takes no memory beside the first one's.
+    const size_t together = rows <= kReadRows ? std::min(products.size(), kMostTogether) : alike(products);
     const int most = std::max(
         kMostRows, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / front.matrix_.row_bytes(), 1u << 20)));
     for (int64_t first = 0; first < rows; first += most) {
       std::array<Product, kMostTogether> part;
-      for (size_t i = 0; i < alike; ++i) {
+      for (size_t i = 0; i < together; ++i) {
         const auto& [linear, y, is_wide] = products[i];
         const size_t width = static_cast<size_t>(linear->config_.out_features) * result_bytes(dtype, is_wide);
         part[i] = {linear, static_cast<std::byte*>(y) + static_cast<size_t>(first) * width, is_wide};
       }
       const auto width = static_cast<size_t>(front.config_.in_features) * dtype_bytes(dtype);
-      run(std::span(part.data(), alike), static_cast<const std::byte*>(x) + static_cast<size_t>(first) * width, dtype,
-          static_cast<int>(std::min<int64_t>(most, rows - first)));
+      run(std::span(part.data(), together), static_cast<const std::byte*>(x) + static_cast<size_t>(first) * width,
+          dtype, static_cast<int>(std::min<int64_t>(most, rows - first)));
     }
-    products = products.subspan(alike);
+    products = products.subspan(together);
   }
 }
 
@@ -172,89 +173,112 @@ bool Linear::reads_as(const Linear& other) const {
          kernels_.few == other.kernels_.few;
 }
 
-size_t Linear::together(std::span<const Product> products) {
-  size_t alike = 1;
-  while (alike < products.size() && alike < kMostTogether && products[0].linear->reads_as(*products[alike].linear))
-    ++alike;
-  return alike;
+size_t Linear::alike(std::span<const Product> products) {
+  size_t count = 1;
+  while (count < products.size() && count < kMostTogether && products[0].linear->reads_as(*products[count].linear))
+    ++count;
+  return count;
 }
 
 Linear::Tasks::Tasks(runtime::ThreadPool& workers, std::span<const Product> products, DType dtype, int rows, int place)
-    : count_(products.size()), dtype_(dtype) {
+    : product_count_(products.size()), dtype_(dtype), row_blocks_((rows + kMostRows - 1) / kMostRows) {
+  std::copy(products.begin(), products.end(), products_.begin());
+  for (size_t first = 0; first < product_count_;) {
+    const size_t last = first + alike(products.subspan(first));
+    const size_t own_place = static_cast<size_t>(place) * kMostTogether + group_count_;
+    const Group& group = groups_[group_count_++] = group_of(workers, first, last, rows, static_cast<int>(own_place));
+    for (; first < last; ++first) {
+      const Matrix& matrix = products_[first].linear->matrix_;
+      bytes_ += matrix.bytes() * static_cast<size_t>(rows);
+      starts_[first + 1] = starts_[first] + (matrix.panels + group.run_length - 1) / group.run_length;
+    }
+  }
+  count_ = starts_[product_count_] * row_blocks_;
+}
+
+Linear::Tasks::Group Linear::Tasks::group_of(runtime::ThreadPool& workers, size_t first, size_t last, int rows,
+                                             int place) const {
   size_t scratch = 0;
   int panels = 0;
-  for (size_t i = 0; i < count_; ++i) {
-    const Linear& linear = *products[i].linear;
+  for (size_t i = first; i < last; ++i) {
+    const Linear& linear = *products_[i].linear;
     if (linear.data_.data() == nullptr) throw std::invalid_argument("forward before allocate()");
-    products_[i] = products[i];
-    bytes_ += linear.matrix_.bytes() * static_cast<size_t>(rows);
     scratch = std::max(scratch, scratch_bytes(linear.matrix_));
     panels += linear.matrix_.panels;
   }
-  const Linear& front = *products_[0].linear;
+  const Linear& front = *products_[first].linear;
   const Matrix& matrix = front.matrix_;
   const auto m = static_cast<size_t>(rows), scales = static_cast<size_t>(matrix.row_scales());
-  groups_ = has_group_sums(matrix.format) ? static_cast<size_t>(matrix.groups()) : 0;
   auto memory = [&](Slot slot, bool is_there, size_t bytes) -> std::byte* {
     return is_there ? workers.buffer(slot + static_cast<size_t>(place) * kSlots, bytes) : nullptr;
   };
-  input_ = memory(kInput, true, m * matrix.row_bytes());
-  scale_ = reinterpret_cast<float*>(memory(kInputScale, has_int8_rows(matrix.format), m * scales * sizeof(float)));
-  sums_ = reinterpret_cast<int32_t*>(memory(kInputSums, groups_ > 0, m * groups_ * sizeof(int32_t)));
-  outliers_ = reinterpret_cast<Outliers*>(memory(kInputOutliers, has_outliers(matrix.format), m * sizeof(Outliers)));
+  Group group{};
+  group.first = first;
+  group.last = last;
+  group.sums_of_row = has_group_sums(matrix.format) ? static_cast<size_t>(matrix.groups()) : 0;
+  group.input = memory(kInput, true, m * matrix.row_bytes());
+  group.scale = reinterpret_cast<float*>(memory(kInputScale, has_int8_rows(matrix.format), m * scales * sizeof(float)));
+  group.sums =
+      reinterpret_cast<int32_t*>(memory(kInputSums, group.sums_of_row > 0, m * group.sums_of_row * sizeof(int32_t)));
+  group.outliers =
+      reinterpret_cast<Outliers*>(memory(kInputOutliers, has_outliers(matrix.format), m * sizeof(Outliers)));
   // Fewer rows a task only where the panels are too few to go round.
-  row_blocks_ = (rows + kMostRows - 1) / kMostRows;
   const int per_block = std::max(1, workers.threads() * kTasksPerThread / row_blocks_);
   const int block_rows = std::min(kMostRows, round_up(rows, kTile));
-  run_length_ = std::clamp(panels / per_block, 1, kMostResults / block_rows);
+  group.run_length = std::clamp(panels / per_block, 1, kMostResults / block_rows);
   if (rows <= kReadRows)
-    run_length_ = std::min(run_length_, std::max(1, static_cast<int>(kMostTaskBytes / matrix.panel_bytes())));
-  result_bytes_ = static_cast<size_t>(block_rows * run_length_ * kPanel) * sizeof(float);
-  thread_bytes_ = result_bytes_ + matrix.row_bytes() + scratch;
-  own_ = memory(kThread, true, thread_bytes_ * static_cast<size_t>(workers.threads()));
+    group.run_length = std::min(group.run_length, std::max(1, static_cast<int>(kMostTaskBytes / matrix.panel_bytes())));
+  group.result_bytes = static_cast<size_t>(block_rows * group.run_length * kPanel) * sizeof(float);
+  group.thread_bytes = group.result_bytes + matrix.row_bytes() + scratch;
+  group.own = memory(kThread, true, group.thread_bytes * static_cast<size_t>(workers.threads()));
 
-  kernel_ = &front.kernels_(rows);
-  all_ = {input_, matrix.row_bytes(), rows, scale_, sums_, outliers_, matrix.row_scales()};
-  for (size_t i = 0; i < count_; ++i)
-    starts_[i + 1] = starts_[i] + (products_[i].linear->matrix_.panels + run_length_ - 1) / run_length_;
+  group.kernel = &front.kernels_(rows);
+  group.all = {group.input, matrix.row_bytes(), rows, group.scale, group.sums, group.outliers, matrix.row_scales()};
+  return group;
 }
 
 bool Linear::Tasks::is_small() const { return bytes_ < kSerialBytes; }
 
 void Linear::Tasks::convert(const void* x, int row, int worker) const {
-  const Linear& front = *products_[0].linear;
-  const Matrix& matrix = front.matrix_;
   const auto at = static_cast<size_t>(row);
-  const void* from = static_cast<const std::byte*>(x) + at * static_cast<size_t>(matrix.k) * dtype_bytes(dtype_);
-  std::byte* to = all_.m == 1 ? input_ : own(worker) + result_bytes_;
-  pack_row(*front.vector_ops_, matrix, from, dtype_, to,
-           scale_ == nullptr ? nullptr : scale_ + at * static_cast<size_t>(matrix.row_scales()),
-           sums_ == nullptr ? nullptr : sums_ + at * groups_, outliers_ == nullptr ? nullptr : outliers_ + row);
-  if (all_.m > 1) place_row(input_, matrix.row_bytes(), all_.m, row, to);
+  for (const Group& group : groups()) {
+    const Linear& front = *products_[group.first].linear;
+    const Matrix& matrix = front.matrix_;
+    const void* from = static_cast<const std::byte*>(x) + at * static_cast<size_t>(matrix.k) * dtype_bytes(dtype_);
+    const int rows = group.all.m;
+    std::byte* to = rows == 1 ? group.input : group.own_of(worker) + group.result_bytes;
+    pack_row(*front.vector_ops_, matrix, from, dtype_, to,
+             group.scale == nullptr ? nullptr : group.scale + at * static_cast<size_t>(matrix.row_scales()),
+             group.sums == nullptr ? nullptr : group.sums + at * group.sums_of_row,
+             group.outliers == nullptr ? nullptr : group.outliers + row);
+    if (rows > 1) place_row(group.input, matrix.row_bytes(), rows, row, to);
+  }
 }
 
 // Neighbouring tasks share their panels, which stay in the caches while the rows pass.
 Linear::Tasks::Piece Linear::Tasks::piece(int index) const {
   const int run = index / row_blocks_;
-  size_t i = 0;
+  size_t i = 0, g = 0;
   while (run >= starts_[i + 1]) ++i;
-  const int panel = (run - starts_[i]) * run_length_;
-  return {products_[i], panel, std::min(run_length_, products_[i].linear->matrix_.panels - panel),
+  while (i >= groups_[g].last) ++g;
+  const int length = groups_[g].run_length, panel = (run - starts_[i]) * length;
+  return {groups_[g], products_[i], panel, std::min(length, products_[i].linear->matrix_.panels - panel),
           index % row_blocks_ * kMostRows};
 }
 
 void Linear::Tasks::run(int index, int worker) const {
-  const auto& [product, panel, panels, row] = piece(index);
+  const auto& [group, product, panel, panels, row] = piece(index);
   const auto& [linear, y, is_wide] = product;
   const size_t y_bytes = static_cast<size_t>(linear->config_.out_features) * result_bytes(dtype_, is_wide);
-  std::byte* mine = own(worker);
-  linear->multiply(all_.part(row, std::min(kMostRows, all_.m - row), static_cast<int>(groups_)), *kernel_, panel,
-                   panels, dtype_, is_wide, static_cast<std::byte*>(y) + static_cast<size_t>(row) * y_bytes, mine,
-                   mine + result_bytes_ + linear->matrix_.row_bytes());
+  std::byte* mine = group.own_of(worker);
+  linear->multiply(group.all.part(row, std::min(kMostRows, group.all.m - row), static_cast<int>(group.sums_of_row)),
+                   *group.kernel, panel, panels, dtype_, is_wide,
+                   static_cast<std::byte*>(y) + static_cast<size_t>(row) * y_bytes, mine,
+                   mine + group.result_bytes + linear->matrix_.row_bytes());
 }
 
 std::span<const std::byte> Linear::Tasks::reads(int index) const {
-  const auto& [product, panel, panels, row] = piece(index);
+  const auto& [group, product, panel, panels, row] = piece(index);
   const size_t bytes = product.linear->matrix_.panel_bytes();
   return {product.linear->packed() + static_cast<size_t>(panel) * bytes, static_cast<size_t>(panels) * bytes};
 }

@@ -73,20 +73,19 @@ class Linear {
   static void forward(std::span<const Product> products, const void* x, DType dtype, int rows);
 
   // Layers over one input that are multiplied together.
-  static constexpr size_t kMostTogether = 4;
+  static constexpr size_t kMostTogether = 8;
 
   // Such a product as tasks of a call of the pool, of which it may be a part. Within a Session, which outlives this.
   class Tasks {
    public:
-    // products: at most kMostTogether, see together(). Of those that live at once each has a `place`, from 0 on, of the
-    // pool's memory.
+    // products: at most kMostTogether. Of those that live at once each has a `place`, from 0 on, of the pool's memory.
     Tasks(runtime::ThreadPool& workers, std::span<const Product> products, DType dtype, int rows, int place = 0);
 
     // So little that waking workers would cost more.
     bool is_small() const;
     // First each row of x [rows, in] is converted, by whichever worker; then the tasks may run, in any order.
     void convert(const void* x, int row, int worker) const;
-    int count() const { return starts_[count_] * row_blocks_; }
+    int count() const { return count_; }
     void run(int index, int worker) const;
     // The weights that a task reads.
     std::span<const std::byte> reads(int index) const;
@@ -98,30 +97,38 @@ class Linear {
     }
 
    private:
+    // Layers of one format, side by side, which share the conversion of their input.
+    struct Group {
+      size_t first, last;  // of the products
+      const Kernel* kernel;
+      PackedActivations all;
+      std::byte* input;
+      float* scale;
+      int32_t* sums;
+      Outliers* outliers;
+      size_t sums_of_row;
+      std::byte* own;  // of each worker: results, a row, and scratch of the kernel
+      size_t result_bytes, thread_bytes;
+      int run_length;  // in panels
+
+      std::byte* own_of(int worker) const { return own + static_cast<size_t>(worker) * thread_bytes; }
+    };
     struct Piece {
+      const Group& group;
       const Product& product;
       int panel, panels, row;  // the first of each
     };
+    Group group_of(runtime::ThreadPool& workers, size_t first, size_t last, int rows, int place) const;
+    std::span<const Group> groups() const { return std::span(groups_).first(group_count_); }
     Piece piece(int index) const;
-    std::byte* own(int worker) const { return own_ + static_cast<size_t>(worker) * thread_bytes_; }
 
     std::array<Product, kMostTogether> products_{};
-    size_t count_;
+    std::array<Group, kMostTogether> groups_;
+    std::array<int, kMostTogether + 1> starts_{};  // of each product's runs of panels
+    size_t product_count_, group_count_ = 0, bytes_ = 0;
     DType dtype_;
-    const Kernel* kernel_;
-    PackedActivations all_;
-    std::byte* input_;
-    float* scale_;
-    int32_t* sums_;
-    Outliers* outliers_;
-    size_t groups_, bytes_ = 0;
-    std::byte* own_;  // of each worker: results, a row, and scratch of the kernel
-    size_t result_bytes_, thread_bytes_;
-    int row_blocks_, run_length_;                  // in rows and in panels
-    std::array<int, kMostTogether + 1> starts_{};  // of each layer's runs
+    int row_blocks_, count_;
   };
-  // How many of these, the first ones, are multiplied together.
-  static size_t together(std::span<const Product> products);
 
   // The products of x; between(), on any one thread, which makes `input` of them; and the product of that. For one row
   // a single call of the pool, if neither is too small for it.
@@ -134,6 +141,8 @@ class Linear {
   template <class Pack>
   void load_as(int n, int k, const Pack& pack);
   bool reads_as(const Linear& other) const;
+  // How many of these, the first ones, are of one format.
+  static size_t alike(std::span<const Product> products);
   static void run(std::span<const Product> products, const void* x, DType dtype, int rows);
   void multiply(const PackedActivations& rows, const Kernel& kernel, int first_panel, int panels, DType dtype,
                 bool is_wide, std::byte* y, std::byte* own, std::byte* scratch) const;
@@ -151,7 +160,7 @@ class Linear {
 template <class Between>
 void Linear::forward_both(std::span<const Product> first, const void* x, Between&& between, const Product& second,
                           const void* input, DType dtype, int rows) {
-  if (rows == 1 && together(first) == first.size()) {
+  if (rows == 1) {
     const runtime::Session session;
     runtime::ThreadPool& workers = *session;
     const Tasks in(workers, first, dtype, 1), out(workers, std::span(&second, 1), dtype, 1, 1);
