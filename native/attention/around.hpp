@@ -1,4 +1,4 @@
-// A token's attention with the products around it as one call of the pool.
+// A token's attention, or what takes its place, with the products around it as one call of the pool.
 #pragma once
 
 #include <optional>
@@ -13,13 +13,23 @@
 
 namespace ktinject::attention {
 
-// Of one row: in = W x, all in fp32, and what is made of attention's results, which is rounded; and what follows.
+// What a layer ends with, of one row: the product `out` of `sum`, rounded; and what follows.
+struct Ending {
+  const float* sum;
+  gemm::Linear::Product out;
+  DType dtype;
+  Following* following;
+};
+
+// Its products of x in fp32, and its end.
 struct Around {
   std::span<const gemm::Linear::Product> in;
   const float* x;
-  gemm::Linear::Product out;
-  Following* following;
+  Ending ending;
 };
+
+// The place that the product at a layer's end has, see gemm::Linear::Tasks; those before it have the places before.
+inline constexpr int kPlace = 3;
 
 // The last stage of a layer's call: its output is rounded; and what follows, if anything does. Within a Session.
 class Closing {
@@ -28,7 +38,7 @@ class Closing {
       : following_(following), results_(results), count_(count), dtype_(dtype) {
     if (following == nullptr || following->linear == nullptr) return;
     const gemm::Linear::Product product{following->linear, following->y};
-    product_.emplace(workers, std::span(&product, 1), DType::f32, 1, 2);
+    product_.emplace(workers, std::span(&product, 1), DType::f32, 1, kPlace + 1);
   }
 
   auto stage() {
@@ -61,40 +71,47 @@ class Closing {
   std::optional<gemm::Linear::Tasks> product_;
 };
 
+// `stages`, then end(), which makes ending.sum of what they leave, on any one thread, and the layer's end, as one call
+// of the pool. False, and nothing is done, where waking workers would cost more. Within a Session.
+template <class End, class... Stages>
+bool run_in_one_call(runtime::ThreadPool& workers, const Ending& ending, End&& end, Stages&&... stages) {
+  const gemm::Linear::Tasks out(workers, std::span(&ending.out, 1), DType::f32, 1, kPlace);
+  if (workers.threads() == 1 || out.is_small()) return false;
+  auto multiply = out.stage([&] {
+    end();
+    out.convert(ending.sum, 0, 0);
+  });
+  Closing closing(workers, ending.following, static_cast<float*>(ending.out.y),
+                  ending.out.linear->config().out_features, ending.dtype);
+  runtime::run_stages(workers, std::forward<Stages>(stages)..., multiply, closing.stage());
+  return true;
+}
+
 // The products of x; begin(), then before(index) for index < items; attention, whose results are `sum`; end(), and the
 // product of that: one after the other, begin() and end() on any one thread. See attend_all() for the rest. In one
 // call, with what follows, if nothing of that is too small for the pool.
 template <class Of, class Before, class Begin, class End>
-void attend_in_one_call(const Around& around, const gemm::StepOps& ops, const Over& over, DType dtype, float* sum,
-                        Of&& of, int items, Before&& before, Begin&& begin, End&& end) {
+void attend_in_one_call(const Around& around, const gemm::StepOps& ops, const Over& over, float* sum, Of&& of,
+                        int items, Before&& before, Begin&& begin, End&& end) {
   using gemm::Linear;
-  auto* const results = static_cast<float*>(around.out.y);
-  const int count = around.out.linear->config().out_features;
+  const auto& [in, x, ending] = around;
   bool is_done = false;
   {
     const runtime::Session session;
     runtime::ThreadPool& workers = *session;
-    AttendTasks tasks(workers, ops, over, dtype, sum, of);
-    const Linear::Tasks in(workers, around.in, DType::f32, 1),
-        out(workers, std::span(&around.out, 1), DType::f32, 1, 1);
-    is_done = workers.threads() > 1 && !tasks.is_small() && tasks.tasks_merge() && !in.is_small() && !out.is_small();
-    if (is_done) {
-      Closing closing(workers, around.following, results, count, dtype);
-      runtime::run_stages(workers, in.stage([&] { in.convert(around.x, 0, 0); }),
-                          in_parts(workers, items, before, begin), tasks.stage(), out.stage([&] {
-                            end();
-                            out.convert(sum, 0, 0);
-                          }),
-                          closing.stage());
-    }
+    AttendTasks tasks(workers, ops, over, ending.dtype, sum, of);
+    const Linear::Tasks products(workers, in, DType::f32, 1);
+    if (!tasks.is_small() && tasks.tasks_merge() && !products.is_small())
+      is_done = run_in_one_call(workers, ending, end, products.stage([&] { products.convert(around.x, 0, 0); }),
+                                in_parts(workers, items, before, begin), tasks.stage());
   }
   if (is_done) return;
-  Linear::forward(around.in, around.x, DType::f32, 1);
+  Linear::forward(in, x, DType::f32, 1);
   begin();
-  attend_all(ops, over, dtype, sum, of, items, before);
+  attend_all(ops, over, ending.dtype, sum, of, items, before);
   end();
-  Linear::forward(std::span(&around.out, 1), sum, DType::f32, 1);
-  ops.round(results, count, dtype);
+  Linear::forward(std::span(&ending.out, 1), ending.sum, DType::f32, 1);
+  ops.round(static_cast<float*>(ending.out.y), ending.out.linear->config().out_features, ending.dtype);
 }
 
 }  // namespace ktinject::attention

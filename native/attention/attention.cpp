@@ -267,8 +267,8 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
         finish_values();
         prepare_rows();
       };
-      const Around around{given, x, {config_.o, out}, step.following};
-      return attend_in_one_call(around, ops, over, step.dtype, sum, of, items, prepare, begin, close_gates);
+      const Around around{given, x, {sum, {config_.o, out}, step.dtype, step.following}};
+      return attend_in_one_call(around, ops, over, sum, of, items, prepare, begin, close_gates);
     }
     prepare_rows();
     if (block > 0) {
@@ -470,21 +470,13 @@ bool LatentAttention::attend_in_one_call(float* q, float* query, const Step& ste
   const runtime::Session session;
   runtime::ThreadPool& workers = *session;
   AttendTasks tasks(workers, gemm::step_ops(), over, step.dtype, sum, of);
-  const gemm::Linear::Tasks out(workers, std::span(&to_out, 1), DType::f32, 1, 1);
-  if (workers.threads() == 1 || tasks.is_small() || !tasks.tasks_merge() || out.is_small() ||
-      product(heads, config_.nope * config_.rank) < kSerialProducts)
+  if (tasks.is_small() || !tasks.tasks_merge() || product(heads, config_.nope * config_.rank) < kSerialProducts)
     return false;
   const runtime::Stage absorbing{heads, [] {}, [&](int h, int) { absorb_head(h, q, step, query); },
                                  runtime::kReadsNothing};
   const runtime::Stage expanding{heads, [] {}, [&](int h, int) { expand_head(h, sum, step, head); },
                                  [&](int h) { return values_of(h, step); }};
-  auto multiply = out.stage([&] {
-    end();
-    out.convert(head, 0, 0);
-  });
-  Closing closing(workers, step.following, static_cast<float*>(to_out.y), config_.o->config().out_features, step.dtype);
-  runtime::run_stages(workers, absorbing, tasks.stage(), expanding, multiply, closing.stage());
-  return true;
+  return run_in_one_call(workers, {head, to_out, step.dtype, step.following}, end, absorbing, tasks.stage(), expanding);
 }
 
 void LatentAttention::attend_chosen(const float* query, const Step& step, const LayerCache& cache, int first,

@@ -1,4 +1,5 @@
-// States that decay at fixed rates, of one token a row: projections on the pool, then a task for each head.
+// States that decay at fixed rates, of one token a row: projections on the pool, then a task for each head; of a single
+// row in one call.
 #include "attention/decaying_state.hpp"
 
 #include <algorithm>
@@ -8,6 +9,8 @@
 #include <tuple>
 #include <vector>
 
+#include "attention/around.hpp"
+#include "attention/projection.hpp"
 #include "attention/recurrent.hpp"
 #include "attention/tasks.hpp"
 #include "runtime/scratch.hpp"
@@ -40,20 +43,40 @@ void DecayingState::forward(const float* x, const Step& step, const LayerCache& 
                gate_at = arrays.take(product(batch, values)), sum_at = arrays.take(product(batch, values));
   const runtime::Scratch memory(arrays.count());
   float *mixed = memory + mixed_at, *factor = memory + factor_at, *gate = memory + gate_at, *sum = memory + sum_at;
-  const gemm::Linear::Product products[] = {{config_.qkv, mixed}, {config_.gate, gate}};
-  gemm::Linear::forward(products, x, DType::f32, batch);
+  Products products;
+  products.add(config_.qkv, mixed);
+  products.add(config_.gate, gate);
   const int count = 3 * batch * values;
-  ops.round(mixed, count, step.dtype);
-  std::copy(mixed, mixed + count, factor);
-  ops.sigmoid(factor, count);
-  for (int i = 0; i < count; ++i) mixed[i] *= factor[i];
-  ops.round(mixed, count, step.dtype);
+  auto lay_out = [&] {
+    ops.round(mixed, count, step.dtype);
+    std::copy(mixed, mixed + count, factor);
+    ops.sigmoid(factor, count);
+    for (int i = 0; i < count; ++i) mixed[i] *= factor[i];
+    ops.round(mixed, count, step.dtype);
+  };
+  auto close = [&] {
+    for (int row = 0; row < batch; ++row)
+      ops.rms_norm(sum + product(row, values), config_.norm, step.dtype, sum + product(row, values));
+    ops.round(gate, batch * values, step.dtype);
+    ops.gate_by_sigmoid(sum, gate, batch * values, step.dtype);
+  };
+  if (batch == 1 && !step.consecutive) {
+    const runtime::Session session;
+    runtime::ThreadPool& workers = *session;
+    const Products::Tasks in(workers, products, x);
+    const runtime::Scratch own(product(workers.threads(), size, 2));
+    const runtime::Stage heads{
+        config_.heads, lay_out,
+        [&](int h, int worker) { head(h, 0, mixed, step.dtype, cache, own + product(worker, size, 2), sum); },
+        [&](int h) { return state_of(cache, h); }};
+    const Ending ending{sum, {config_.o, out}, step.dtype, step.following};
+    if (!in.is_small() && run_in_one_call(workers, ending, close, in.stage([] {}), heads)) return;
+  }
+  products.forward(x, batch, step.dtype);
+  lay_out();
   if (step.consecutive) remember(cache, batch, {{mixed, 3 * values}});
   advance(mixed, step, cache, sum);
-  for (int row = 0; row < batch; ++row)
-    ops.rms_norm(sum + product(row, values), config_.norm, step.dtype, sum + product(row, values));
-  ops.round(gate, batch * values, step.dtype);
-  ops.gate_by_sigmoid(sum, gate, batch * values, step.dtype);
+  close();
   config_.o->forward(sum, DType::f32, batch, out);
   ops.round(out, batch * config_.o->config().out_features, step.dtype);
 }
@@ -73,30 +96,35 @@ void DecayingState::keep(const LayerCache& cache, int kept) const {
 
 void DecayingState::advance(const float* mixed, const Step& step, const LayerCache& cache, float* sum) const {
   const int heads = config_.heads, size = config_.size, rows = step.together();
-  const size_t state = product(size, size) * step.width();
   const runtime::Session session;
   const runtime::Scratch own(product(session->threads(), size, 2));
   const bool serial = product(size, size) * product(rows, heads) * 4 < kSerialProducts;
   for (int first = 0; first < step.batch; first += rows)
     each(*session, serial, rows * heads, [&](int index, int worker) {
-      const int row = first + index / heads, h = index % heads;
-      head(h, mixed + product(row * heads + h, size, 3), step.dtype,
-           static_cast<std::byte*>(cache.first.data) + static_cast<size_t>(index) * state,
-           own + product(worker, size, 2), sum + product(row * heads + h, size));
+      head(index, first, mixed, step.dtype, cache, own + product(worker, size, 2), sum);
     });
 }
 
-void DecayingState::head(int h, const float* mixed, DType dtype, void* state, float* own, float* out) const {
+std::span<std::byte> DecayingState::state_of(const LayerCache& cache, int index) const {
+  const size_t bytes = product(config_.size, config_.size) * dtype_bytes(cache.first.dtype);
+  return {static_cast<std::byte*>(cache.first.data) + static_cast<size_t>(index) * bytes, bytes};
+}
+
+void DecayingState::head(int index, int first, const float* all_mixed, DType dtype, const LayerCache& cache, float* own,
+                         float* sum) const {
   const gemm::StepOps& ops = gemm::step_ops();
-  const int size = config_.size;
+  const int heads = config_.heads, size = config_.size, row = first + index / heads, h = index % heads;
+  const float* mixed = all_mixed + product(row * heads + h, size, 3);
+  float* out = sum + product(row * heads + h, size);
+  std::byte* state = state_of(cache, index).data();
   const float *q = mixed, *k = q + size, *v = k + size;
   float *held = own, *added = own + size;
   float decay = std::exp(-config_.slopes[h]);
   ops.round(&decay, 1, dtype);
   std::fill_n(out, size, 0.0f);
   for (int i = 0; i < size; ++i) {
-    void* row = static_cast<std::byte*>(state) + product(i, size) * dtype_bytes(dtype);
-    ops.widen(row, size, dtype, held);
+    void* line = state + product(i, size) * dtype_bytes(dtype);
+    ops.widen(line, size, dtype, held);
     for (int j = 0; j < size; ++j) {
       held[j] *= decay;
       added[j] = k[i] * v[j];
@@ -104,7 +132,7 @@ void DecayingState::head(int h, const float* mixed, DType dtype, void* state, fl
     ops.round(held, size, dtype);
     ops.round(added, size, dtype);
     ops.add(held, added, size, dtype);
-    ops.store(held, size, dtype, row);
+    ops.store(held, size, dtype, line);
     for (int j = 0; j < size; ++j) out[j] += q[i] * held[j];
   }
   ops.round(out, size, dtype);

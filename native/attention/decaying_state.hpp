@@ -4,6 +4,9 @@
 // transformers' modeling_minimax.py.
 #pragma once
 
+#include <cstddef>
+#include <span>
+
 #include "attention/attention.hpp"
 
 namespace ktinject::attention {
@@ -33,8 +36,12 @@ class DecayingState final : public DecoderAttention {
  private:
   // mixed [batch, heads, 3, size] of the tokens; the states move on by them. sum [batch, values]: q S.
   void advance(const float* mixed, const Step& step, const LayerCache& cache, float* sum) const;
-  // q S of a head. own: 2 * size floats
-  void head(int h, const float* mixed, DType dtype, void* state, float* own, float* out) const;
+  // The state of a row's head, counted through all rows.
+  std::span<std::byte> state_of(const LayerCache& cache, int index) const;
+  // q S of the head index % heads of the row index / heads behind `first`, whose state is the cache's `index`. own:
+  // 2 * size floats
+  void head(int index, int first, const float* mixed, DType dtype, const LayerCache& cache, float* own,
+            float* sum) const;
 
   DecayingStateConfig config_;
 };

@@ -1,13 +1,15 @@
 // The gated delta rule of one token a row: projections on the pool, then the convolution in tasks of some channels,
-// then a task for each head of values.
+// then a task for each head of values; of a single row in one call.
 #include "attention/gated_delta.hpp"
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "attention/around.hpp"
 #include "attention/recurrent.hpp"
 #include "attention/tasks.hpp"
 #include "runtime/scratch.hpp"
@@ -91,15 +93,33 @@ bool GatedDelta::fits(int hidden) const {
   return config_.o->config().in_features == config_.values() && config_.o->config().out_features == hidden;
 }
 
-void GatedDelta::project_interleaved(const float* x, const Step& step, const Projected& to) const {
-  const int batch = step.batch, keys = config_.keys(), values = config_.values(), channels = config_.channels();
+Products GatedDelta::products(const Projected& to, int batch) const {
   Products products;
-  products.add(config_.qkv, to.first);
-  products.add(config_.ba, to.second);
-  products.forward(x, batch, step.dtype);
+  if (config_.is_interleaved()) {
+    products.add(config_.qkv, to.first);
+    products.add(config_.ba, to.second);
+    return products;
+  }
+  const bool in_parts = config_.k != nullptr;
+  // Of a single row, they lie one behind the other as they are.
+  float* parts = batch == 1 ? to.mixed : to.first;
+  products.add(config_.qkv, in_parts ? parts : to.mixed);
+  products.add(config_.ba, to.b);
+  products.add(config_.z_low == nullptr ? config_.z : config_.z_low, config_.z_low == nullptr ? to.z : to.second);
+  products.add(config_.a_low ? config_.a_low : config_.a, config_.a_low ? to.third : to.a);
+  if (in_parts) {
+    products.add(config_.k, parts + product(batch, config_.keys()));
+    products.add(config_.v, parts + product(batch, 2 * config_.keys()));
+  }
+  return products;
+}
+
+void GatedDelta::lay_out(const Step& step, const Projected& to) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int batch = step.batch, keys = config_.keys(), values = config_.values(), channels = config_.channels();
   const int shared = config_.value_heads / config_.key_heads, part = shared * config_.value_size;
   const float *first = to.first, *second = to.second;
-  for (int row = 0; row < batch; ++row)
+  for (int row = 0; config_.is_interleaved() && row < batch; ++row)
     for (int g = 0; g < config_.key_heads; ++g) {
       float* mixed = to.mixed + product(row, channels);
       auto take = [](const float*& from, int count, float* out) {
@@ -113,49 +133,69 @@ void GatedDelta::project_interleaved(const float* x, const Step& step, const Pro
       take(second, shared, to.b + row * config_.value_heads + g * shared);
       take(second, shared, to.a + row * config_.value_heads + g * shared);
     }
+  for (int row = 0; config_.k != nullptr && batch > 1 && row < batch; ++row) {
+    float* mixed = to.mixed + product(row, channels);
+    for (int i = 0; i < 3; ++i) {
+      const int count = i < 2 ? keys : values;
+      std::copy_n(to.first + product(batch, i * keys) + product(row, count), count, mixed + i * keys);
+    }
+  }
+  if (config_.z_low != nullptr) ops.round(to.second, batch * config_.z_low->config().out_features, step.dtype);
+  if (config_.a_low) ops.round(to.third, batch * config_.a_low.out, step.dtype);
+}
+
+void GatedDelta::round(const Step& step, const Projected& to) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  ops.round(to.mixed, step.batch * config_.channels(), step.dtype);
+  ops.round(to.z, step.batch * config_.values(), step.dtype);
+  ops.round(to.b, step.batch * config_.value_heads, step.dtype);
+  ops.round(to.a, step.batch * config_.decays(), step.dtype);
 }
 
 void GatedDelta::project(const float* x, const Step& step, const Projected& to) const {
-  const gemm::StepOps& ops = gemm::step_ops();
-  const int batch = step.batch, keys = config_.keys(), values = config_.values(), channels = config_.channels();
-  if (config_.is_interleaved()) {
-    project_interleaved(x, step, to);
-  } else {
-    const bool in_parts = config_.k != nullptr;
-    float* parts[] = {to.first, to.first + product(batch, keys), to.first + product(batch, 2 * keys)};
-    // Of a single row, they lie one behind the other as they are.
-    if (batch == 1)
-      for (int i = 0; i < 3; ++i) parts[i] = to.mixed + i * keys;
-    Products products;
-    products.add(config_.qkv, in_parts ? parts[0] : to.mixed);
-    products.add(config_.ba, to.b);
-    products.add(config_.z_low == nullptr ? config_.z : config_.z_low, config_.z_low == nullptr ? to.z : to.second);
-    products.add(config_.a_low ? config_.a_low : config_.a, config_.a_low ? to.third : to.a);
-    if (in_parts) {
-      products.add(config_.k, parts[1]);
-      products.add(config_.v, parts[2]);
-    }
-    products.forward(x, batch, step.dtype);
-    for (int row = 0; in_parts && batch > 1 && row < batch; ++row) {
-      float* mixed = to.mixed + product(row, channels);
-      for (int i = 0; i < 3; ++i) {
-        const int count = i < 2 ? keys : values;
-        std::copy_n(parts[i] + product(row, count), count, mixed + i * keys);
-      }
-    }
-    if (config_.z_low != nullptr) {
-      ops.round(to.second, batch * config_.z_low->config().out_features, step.dtype);
-      config_.z->forward(to.second, DType::f32, batch, to.z);
-    }
-    if (config_.a_low) {
-      ops.round(to.third, batch * config_.a_low.out, step.dtype);
-      config_.a.forward(to.third, batch, step.dtype, to.a);
-    }
-  }
-  ops.round(to.mixed, batch * channels, step.dtype);
-  ops.round(to.z, batch * values, step.dtype);
-  ops.round(to.b, batch * config_.value_heads, step.dtype);
-  ops.round(to.a, batch * config_.decays(), step.dtype);
+  products(to, step.batch).forward(x, step.batch, step.dtype);
+  lay_out(step, to);
+  if (config_.z_low != nullptr) config_.z->forward(to.second, DType::f32, step.batch, to.z);
+  if (config_.a_low) config_.a.forward(to.third, step.batch, step.dtype, to.a);
+  round(step, to);
+}
+
+bool GatedDelta::run_in_one_call(const float* x, const Step& step, const Projected& to, const LayerCache& cache,
+                                 float* sum, float* out) const {
+  const runtime::Session session;
+  runtime::ThreadPool& workers = *session;
+  const Products first = products(to, 1);
+  Products of_z, of_a;
+  if (config_.z_low != nullptr) of_z.add(config_.z, to.z);
+  if (config_.a_low) of_a.add(config_.a, to.a);
+  const Products::Tasks in(workers, first, x), z(workers, of_z, to.second, 1), a(workers, of_a, to.third, 2);
+  if (in.is_small()) return false;
+  const ChannelConvolution taps = convolution();
+  const size_t size = product(config_.key_size, config_.value_size);
+  const runtime::Scratch own(product(3 * workers.threads(), config_.key_size));
+  auto state = [&](int h) { return static_cast<float*>(cache.second.data) + static_cast<size_t>(h) * size; };
+  const runtime::Stage heads{config_.value_heads, [] {},
+                             [&](int h, int worker) {
+                               head(h, 0, to, step, state(h), own + product(3 * worker, config_.key_size),
+                                    sum + product(h, config_.value_size));
+                             },
+                             [&](int h) { return std::as_bytes(std::span(state(h), size)); }};
+  const Ending ending{sum, {config_.o, out}, step.dtype, step.following};
+  auto given = in.stage([] {});
+  auto lay = [&] { lay_out(step, to); };
+  auto end_products = [&] { round(step, to); };
+  if (config_.z_low != nullptr || config_.a_low)
+    return attention::run_in_one_call(
+        workers, ending, [] {}, given, beside(z.stage(lay), a.stage([] {})),
+        taps.stage(to.mixed, cache.first, end_products), heads);
+  return attention::run_in_one_call(
+      workers, ending, [] {}, given,
+      taps.stage(to.mixed, cache.first,
+                 [&] {
+                   lay();
+                   end_products();
+                 }),
+      heads);
 }
 
 void GatedDelta::decay(int h, const float* a, float* decays) const {
@@ -229,6 +269,7 @@ void GatedDelta::forward(const float* x, const Step& step, const LayerCache& cac
   float *mixed = memory + mixed_at, *sum = memory + sum_at;
   const Projected projected{
       mixed, memory + z_at, memory + b_at, memory + a_at, memory + first_at, memory + second_at, memory + third_at};
+  if (batch == 1 && !step.consecutive && run_in_one_call(x, step, projected, cache, sum, out)) return;
   project(x, step, projected);
   if (step.consecutive)
     remember(cache, batch, {{mixed, channels}, {projected.b, heads}, {projected.a, config_.decays()}});
@@ -253,6 +294,10 @@ void GatedDelta::keep(const LayerCache& cache, int kept) const {
   advance(from, step, cache, unused.data() + values);
 }
 
+ChannelConvolution GatedDelta::convolution() const {
+  return {config_.taps_weight, nullptr, config_.channels(), config_.taps, true, config_.has_wide_taps};
+}
+
 // sum [batch, value_heads, value_size] of all heads, whose states move on by a token, or by all of them.
 void GatedDelta::advance(const Projected& from, const Step& step, const LayerCache& cache, float* sum) const {
   for (int first = 0; first < step.batch; first += step.together()) advance_rows(first, from, step, cache, sum);
@@ -261,12 +306,11 @@ void GatedDelta::advance(const Projected& from, const Step& step, const LayerCac
 void GatedDelta::advance_rows(int first_row, const Projected& from, const Step& step, const LayerCache& cache,
                               float* sum) const {
   const int rows = step.together(), heads = config_.value_heads;
-  const ChannelConvolution convolution{config_.taps_weight, nullptr, config_.channels(),
-                                       config_.taps,        true,    config_.has_wide_taps};
+  const ChannelConvolution taps = convolution();
   const runtime::Session session;
   runtime::ThreadPool& workers = *session;
   const runtime::Scratch own(product(3 * workers.threads(), config_.key_size));
-  convolution.advance(workers, from.mixed + product(first_row, convolution.channels), rows, cache.first);
+  taps.advance(workers, from.mixed + product(first_row, taps.channels), rows, cache.first);
   const size_t size = product(config_.key_size, config_.value_size);
   each(workers, size * product(rows, heads) * 4 < kSerialProducts, rows * heads, [&](int index, int worker) {
     const int row = first_row + index / heads, h = index % heads;

@@ -8,6 +8,7 @@
 
 #include "attention/attention.hpp"
 #include "attention/projection.hpp"
+#include "attention/recurrent.hpp"
 
 namespace ktinject::attention {
 
@@ -57,11 +58,19 @@ class GatedDelta final : public DecoderAttention {
  private:
   struct Projected;
   void expect_projections() const;
+  // Of x: all, but what z_low and a_low lead to.
+  Products products(const Projected& to, int batch) const;
+  // What follows: that it lies as it is taken; and once all products are there, their rounding.
+  void lay_out(const Step& step, const Projected& to) const;
+  void round(const Step& step, const Projected& to) const;
   void project(const float* x, const Step& step, const Projected& to) const;
-  void project_interleaved(const float* x, const Step& step, const Projected& to) const;
+  ChannelConvolution convolution() const;
   void advance(const Projected& from, const Step& step, const LayerCache& cache, float* sum) const;
   // Rows first to first + step.together() - 1 of that.
   void advance_rows(int first, const Projected& from, const Step& step, const LayerCache& cache, float* sum) const;
+  // Of one row, all of it as one call of the pool. False where a part is too small for it: then nothing is done.
+  bool run_in_one_call(const float* x, const Step& step, const Projected& to, const LayerCache& cache, float* sum,
+                       float* out) const;
   void head(int h, int row, const Projected& from, const Step& step, float* state, float* own, float* out) const;
   // decays [key_size] of a head of a row
   void decay(int h, const float* a, float* decays) const;

@@ -1,11 +1,12 @@
-// Mamba of one token a row: projections on the pool, then the convolution and the states in tasks of some channels.
+// Mamba of one token a row: projections on the pool, then the convolution and the states in tasks of some channels; of
+// a single row in one call.
 #include "attention/mamba1.hpp"
 
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
-#include "attention/recurrent.hpp"
+#include "attention/around.hpp"
 #include "attention/tasks.hpp"
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
@@ -23,6 +24,20 @@ void expect(int found_in, int found_out, int in, int out, const char* name) {
 }
 
 }  // namespace
+
+// What lies between the convolution and the states: of each row what `proj` gives, its first values normed, and dt.
+struct Mamba1::Between {
+  float *proj, *low, *dt;
+};
+
+size_t Mamba1::between_values(int batch) const {
+  return product(batch, 2 * config_.rank() + 2 * config_.state_size() + config_.values());
+}
+
+Mamba1::Between Mamba1::between_in(float* memory, int batch) const {
+  float* low = memory + product(batch, config_.rank() + 2 * config_.state_size());
+  return {memory, low, low + product(batch, config_.rank())};
+}
 
 Mamba1::Mamba1(Mamba1Config config) : config_(config) {
   const int values = config_.values(), rank = config_.rank(), size = config_.state_size();
@@ -50,17 +65,42 @@ void Mamba1::forward(const float* x, const Step& step, const LayerCache& cache, 
                y_at = arrays.take(product(batch, values));
   const runtime::Scratch memory(arrays.count());
   float *projected = memory + projected_at, *mixed = memory + mixed_at, *y = memory + y_at;
+  auto lay_out = [&] {
+    ops.round(projected, 2 * batch * values, step.dtype);
+    for (int row = 0; row < batch; ++row)
+      std::copy_n(projected + product(row, values, 2), values, mixed + product(row, values));
+  };
+  auto close = [&] {
+    for (int row = 0; row < batch; ++row) {
+      float* z = projected + product(row, values, 2) + values;
+      ops.gate_up(z, y + product(row, values), values, gemm::ActivationKind::silu, step.dtype);
+      std::copy_n(z, values, y + product(row, values));
+    }
+  };
+  if (batch == 1 && !step.consecutive) {
+    const runtime::Scratch own(between_values(1));
+    const Between between = between_in(own, 1);
+    const runtime::Session session;
+    Products first, middle, last;
+    first.add(config_.in, projected);
+    middle.add(config_.proj, between.proj);
+    last.add(config_.dt, between.dt);
+    const Products::Tasks in(*session, first, x), proj(*session, middle, mixed, 1), dt(*session, last, between.low, 2);
+    const ChannelConvolution taps = convolution();
+    const runtime::Stage advancing{blocks(), [&] { ops.round(between.dt, values, step.dtype); },
+                                   [&](int block, int) { advance_block(block, 0, mixed, between, step, cache, y); },
+                                   runtime::kReadsNothing};
+    const Ending ending{y, {config_.out, out}, step.dtype, step.following};
+    if (!in.is_small() &&
+        run_in_one_call(*session, ending, close, in.stage([] {}), taps.stage(mixed, cache.first, lay_out),
+                        proj.stage([] {}), dt.stage([&] { norm(between, 1, step.dtype); }), advancing))
+      return;
+  }
   config_.in->forward(x, DType::f32, batch, projected);
-  ops.round(projected, 2 * batch * values, step.dtype);
-  for (int row = 0; row < batch; ++row)
-    std::copy_n(projected + product(row, values, 2), values, mixed + product(row, values));
+  lay_out();
   if (step.consecutive) remember(cache, batch, {{mixed, values}});
   advance(mixed, step, cache, y);
-  for (int row = 0; row < batch; ++row) {
-    float* z = projected + product(row, values, 2) + values;
-    ops.gate_up(z, y + product(row, values), values, gemm::ActivationKind::silu, step.dtype);
-    std::copy_n(z, values, y + product(row, values));
-  }
+  close();
   config_.out->forward(y, DType::f32, batch, out);
   ops.round(out, batch * config_.out->config().out_features, step.dtype);
 }
@@ -78,59 +118,70 @@ void Mamba1::keep(const LayerCache& cache, int kept) const {
   advance(mixed.data(), step, cache, unused.data());
 }
 
-void Mamba1::advance(float* mixed, const Step& step, const LayerCache& cache, float* y) const {
-  const int rows = step.together(), batch = step.batch, values = config_.values(), rank = config_.rank();
-  const int size = config_.state_size(), given = rank + 2 * size, blocks = (values + kChannels - 1) / kChannels;
+ChannelConvolution Mamba1::convolution() const {
+  return {config_.taps_weight, config_.taps_bias, config_.values(), config_.taps, true};
+}
+
+int Mamba1::blocks() const { return (config_.values() + kChannels - 1) / kChannels; }
+
+void Mamba1::norm(const Between& between, int batch, DType dtype) const {
   const gemm::StepOps& ops = gemm::step_ops();
-  runtime::Arrays arrays;
-  const size_t proj_at = arrays.take(product(batch, given)), low_at = arrays.take(product(batch, rank)),
-               dt_at = arrays.take(product(batch, values));
-  const runtime::Scratch memory(arrays.count());
-  float *proj = memory + proj_at, *low = memory + low_at, *dt = memory + dt_at;
-  const ChannelConvolution convolution{config_.taps_weight, config_.taps_bias, values, config_.taps, true};
+  const int rank = config_.rank(), size = config_.state_size(), given = rank + 2 * size;
+  ops.round(between.proj, batch * given, dtype);
+  for (int row = 0; row < batch; ++row) {
+    float* parts = between.proj + product(row, given);
+    ops.rms_norm(parts, config_.dt_norm, dtype, between.low + product(row, rank));
+    ops.rms_norm(parts + rank, config_.b_norm, dtype, parts + rank);
+    ops.rms_norm(parts + rank + size, config_.c_norm, dtype, parts + rank + size);
+  }
+}
+
+void Mamba1::advance(float* mixed, const Step& step, const LayerCache& cache, float* y) const {
+  const int rows = step.together(), batch = step.batch, values = config_.values();
+  const runtime::Scratch memory(between_values(batch));
+  const Between between = between_in(memory, batch);
+  const ChannelConvolution taps = convolution();
   {
     const runtime::Session session;
-    for (int row = 0; row < batch; row += rows)
-      convolution.advance(*session, mixed + product(row, values), rows, cache.first);
+    for (int row = 0; row < batch; row += rows) taps.advance(*session, mixed + product(row, values), rows, cache.first);
   }
-  config_.proj.forward(mixed, batch, step.dtype, proj);
-  ops.round(proj, batch * given, step.dtype);
-  for (int row = 0; row < batch; ++row) {
-    float* parts = proj + product(row, given);
-    ops.rms_norm(parts, config_.dt_norm, step.dtype, low + product(row, rank));
-    ops.rms_norm(parts + rank, config_.b_norm, step.dtype, parts + rank);
-    ops.rms_norm(parts + rank + size, config_.c_norm, step.dtype, parts + rank + size);
-  }
-  config_.dt.forward(low, batch, step.dtype, dt);
-  ops.round(dt, batch * values, step.dtype);
+  config_.proj.forward(mixed, batch, step.dtype, between.proj);
+  norm(between, batch, step.dtype);
+  config_.dt.forward(between.low, batch, step.dtype, between.dt);
+  gemm::step_ops().round(between.dt, batch * values, step.dtype);
   const runtime::Session session;
-  for (int first_row = 0; first_row < batch; first_row += rows)
-    each(*session, product(rows, values, size) * 8 < kSerialProducts, rows * blocks, [&](int index, int) {
-      const int row = first_row + index / blocks, first = index % blocks * kChannels;
-      const size_t at = product(row, values) + static_cast<size_t>(first);
-      gemm::ChannelStates task;
-      task.channels = std::min(kChannels, values - first);
-      for (int c = 0; c < task.channels; ++c)
-        dt[at + static_cast<size_t>(c)] = softplus(dt[at + static_cast<size_t>(c)]);
-      ops.round(dt + at, task.channels, step.dtype);
-      task.x = mixed + at;
-      task.dt = dt + at;
-      task.a_log = config_.a_log + product(first, size);
-      task.b = proj + product(row, given) + rank;
-      task.c = task.b + size;
-      task.size = size;
-      task.state =
-          static_cast<float*>(cache.second.data) + product(index / blocks, values, size) + product(first, size);
-      task.dtype = step.dtype;
-      task.out = y + at;
-      ops.channel_states(task);
-      for (int c = 0; c < task.channels; ++c) {
-        float skipped = task.x[c] * config_.d[first + c];
-        if (!config_.has_wide_d) ops.round(&skipped, 1, step.dtype);
-        task.out[c] += skipped;
-      }
-      if (!config_.has_wide_d) ops.round(task.out, task.channels, step.dtype);
-    });
+  for (int first = 0; first < batch; first += rows)
+    each(*session, product(rows, values, config_.state_size()) * 8 < kSerialProducts, rows * blocks(),
+         [&](int index, int) { advance_block(index, first, mixed, between, step, cache, y); });
+}
+
+void Mamba1::advance_block(int index, int first_row, const float* mixed, const Between& between, const Step& step,
+                           const LayerCache& cache, float* y) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int values = config_.values(), size = config_.state_size(), rank = config_.rank();
+  const int row = first_row + index / blocks(), first = index % blocks() * kChannels;
+  const size_t at = product(row, values) + static_cast<size_t>(first);
+  float* dt = between.dt + at;
+  gemm::ChannelStates task;
+  task.channels = std::min(kChannels, values - first);
+  for (int c = 0; c < task.channels; ++c) dt[c] = softplus(dt[c]);
+  ops.round(dt, task.channels, step.dtype);
+  task.x = mixed + at;
+  task.dt = dt;
+  task.a_log = config_.a_log + product(first, size);
+  task.b = between.proj + product(row, rank + 2 * size) + rank;
+  task.c = task.b + size;
+  task.size = size;
+  task.state = static_cast<float*>(cache.second.data) + product(index / blocks(), values, size) + product(first, size);
+  task.dtype = step.dtype;
+  task.out = y + at;
+  ops.channel_states(task);
+  for (int c = 0; c < task.channels; ++c) {
+    float skipped = task.x[c] * config_.d[first + c];
+    if (!config_.has_wide_d) ops.round(&skipped, 1, step.dtype);
+    task.out[c] += skipped;
+  }
+  if (!config_.has_wide_d) ops.round(task.out, task.channels, step.dtype);
 }
 
 }  // namespace ktinject::attention

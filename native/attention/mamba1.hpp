@@ -6,6 +6,7 @@
 
 #include "attention/attention.hpp"
 #include "attention/projection.hpp"
+#include "attention/recurrent.hpp"
 
 namespace ktinject::attention {
 
@@ -45,6 +46,17 @@ class Mamba1 final : public DecoderAttention {
  private:
   // mixed [batch, values], inputs of the convolution, become what it gives; y [batch, values] is S C + d x of it.
   void advance(float* mixed, const Step& step, const LayerCache& cache, float* y) const;
+  struct Between;
+  // Of so many rows; and where it lies in memory of so many floats.
+  size_t between_values(int batch) const;
+  Between between_in(float* memory, int batch) const;
+  ChannelConvolution convolution() const;
+  // What follows `proj`.
+  void norm(const Between& between, int batch, DType dtype) const;
+  // The states of some channels of the row index / blocks() behind `first_row`, which are the cache's of that index.
+  int blocks() const;
+  void advance_block(int index, int first_row, const float* mixed, const Between& between, const Step& step,
+                     const LayerCache& cache, float* y) const;
 
   Mamba1Config config_;
 };

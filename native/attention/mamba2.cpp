@@ -1,13 +1,15 @@
 // Mamba-2 of one token a row: projections on the pool, then the convolution in tasks of some channels, then a task for
-// each head.
+// each head; of a single row in one call.
 #include "attention/mamba2.hpp"
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 #include <stdexcept>
 #include <string>
 
-#include "attention/recurrent.hpp"
+#include "attention/around.hpp"
+#include "attention/projection.hpp"
 #include "attention/tasks.hpp"
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
@@ -43,16 +45,45 @@ void Mamba2::forward(const float* x, const Step& step, const LayerCache& cache, 
                dt_at = arrays.take(product(batch, heads)), y_at = arrays.take(product(batch, values));
   const runtime::Scratch memory(arrays.count());
   float *projected = memory + projected_at, *mixed = memory + mixed_at, *dt = memory + dt_at, *y = memory + y_at;
-  config_.in->forward(x, DType::f32, batch, projected);
-  ops.round(projected, batch * given, step.dtype);
-  for (int row = 0; row < batch; ++row) {
-    const float* from = projected + product(row, given) + values;
-    std::copy(from, from + channels, mixed + product(row, channels));
-    std::copy(from + channels, from + channels + heads, dt + product(row, heads));
+  auto lay_out = [&] {
+    ops.round(projected, batch * given, step.dtype);
+    for (int row = 0; row < batch; ++row) {
+      const float* from = projected + product(row, given) + values;
+      std::copy(from, from + channels, mixed + product(row, channels));
+      std::copy(from + channels, from + channels + heads, dt + product(row, heads));
+    }
+  };
+  auto close = [&] { gate(projected, batch, step.dtype, y); };
+  if (batch == 1 && !step.consecutive) {
+    const runtime::Session session;
+    runtime::ThreadPool& workers = *session;
+    Products products;
+    products.add(config_.in, projected);
+    const Products::Tasks in(workers, products, x);
+    const ChannelConvolution taps = convolution();
+    const runtime::Scratch own(product(workers.threads(), config_.state_size));
+    const runtime::Stage advancing{
+        heads, [] {},
+        [&](int h, int worker) { head(h, 0, mixed, dt, cache, own + product(worker, config_.state_size), y); },
+        [&](int h) { return std::as_bytes(std::span(state_of(cache, h), state_values())); }};
+    const Ending ending{y, {config_.out, out}, step.dtype, step.following};
+    if (!in.is_small() &&
+        run_in_one_call(workers, ending, close, in.stage([] {}), taps.stage(mixed, cache.first, lay_out), advancing))
+      return;
   }
+  config_.in->forward(x, DType::f32, batch, projected);
+  lay_out();
   if (step.consecutive) remember(cache, batch, {{mixed, channels}, {dt, heads}});
   advance(mixed, dt, step, cache, y);
-  const int size = values / config_.groups;
+  close();
+  config_.out->forward(y, DType::f32, batch, out);
+  ops.round(out, batch * config_.out->config().out_features, step.dtype);
+}
+
+void Mamba2::gate(const float* projected, int batch, DType dtype, float* y) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int values = config_.values(), size = values / config_.groups,
+            given = values + config_.channels() + config_.heads;
   Norm norm = config_.norm;
   norm.size = size;
   for (int row = 0; row < batch; ++row) {
@@ -60,12 +91,10 @@ void Mamba2::forward(const float* x, const Step& step, const LayerCache& cache, 
     // In fp32 up to the norm.
     ops.gate_by_silu(one, projected + product(row, given), values, DType::f32);
     for (int g = 0; g < config_.groups; ++g) {
-      norm.weight = static_cast<const std::byte*>(config_.norm.weight) + product(g, size) * step.width();
-      ops.rms_norm(one + product(g, size), norm, step.dtype, one + product(g, size));
+      norm.weight = static_cast<const std::byte*>(config_.norm.weight) + product(g, size) * dtype_bytes(dtype);
+      ops.rms_norm(one + product(g, size), norm, dtype, one + product(g, size));
     }
   }
-  config_.out->forward(y, DType::f32, batch, out);
-  ops.round(out, batch * config_.out->config().out_features, step.dtype);
 }
 
 void Mamba2::keep(const LayerCache& cache, int kept) const {
@@ -82,27 +111,35 @@ void Mamba2::keep(const LayerCache& cache, int kept) const {
   advance(mixed.data(), dt, step, cache, unused.data());
 }
 
+ChannelConvolution Mamba2::convolution() const {
+  return {config_.taps_weight, config_.taps_bias, config_.channels(), config_.taps, true};
+}
+
 void Mamba2::advance(float* mixed, const float* dt, const Step& step, const LayerCache& cache, float* y) const {
   const int rows = step.together(), channels = config_.channels(), heads = config_.heads;
-  const size_t size = product(config_.head_size, config_.state_size);
-  const ChannelConvolution convolution{config_.taps_weight, config_.taps_bias, channels, config_.taps, true};
+  const ChannelConvolution taps = convolution();
   const runtime::Session session;
   runtime::ThreadPool& workers = *session;
   const runtime::Scratch own(product(workers.threads(), config_.state_size));
-  for (int first_row = 0; first_row < step.batch; first_row += rows) {
-    convolution.advance(workers, mixed + product(first_row, channels), rows, cache.first);
-    each(workers, size * product(rows, heads) * 4 < kSerialProducts, rows * heads, [&](int index, int worker) {
-      const int row = first_row + index / heads, h = index % heads;
-      head(h, mixed + product(row, channels), dt[product(row, heads) + static_cast<size_t>(h)],
-           static_cast<float*>(cache.second.data) + static_cast<size_t>(index) * size,
-           own + product(worker, config_.state_size),
-           y + product(row, config_.values()) + product(h, config_.head_size));
-    });
+  for (int first = 0; first < step.batch; first += rows) {
+    taps.advance(workers, mixed + product(first, channels), rows, cache.first);
+    each(workers, state_values() * product(rows, heads) * 4 < kSerialProducts, rows * heads,
+         [&](int index, int worker) {
+           head(index, first, mixed, dt, cache, own + product(worker, config_.state_size), y);
+         });
   }
 }
 
-// y [head_size] of a head of a row. own: [state_size]
-void Mamba2::head(int h, const float* mixed, float dt, float* state, float* own, float* y) const {
+float* Mamba2::state_of(const LayerCache& cache, int index) const {
+  return static_cast<float*>(cache.second.data) + static_cast<size_t>(index) * state_values();
+}
+
+void Mamba2::head(int index, int first, const float* all_mixed, const float* all_dt, const LayerCache& cache,
+                  float* own, float* all_y) const {
+  const int row = first + index / config_.heads, h = index % config_.heads;
+  const float* mixed = all_mixed + product(row, config_.channels());
+  float dt = all_dt[product(row, config_.heads) + static_cast<size_t>(h)];
+  float* y = all_y + product(row, config_.values()) + product(h, config_.head_size);
   const gemm::StepOps& ops = gemm::step_ops();
   const int size = config_.head_size, state_size = config_.state_size;
   const float* x = mixed + product(h, size);
@@ -120,7 +157,7 @@ void Mamba2::head(int h, const float* mixed, float dt, float* state, float* own,
   task.b = own;
   task.c = b + product(config_.groups, state_size);
   task.decay = std::exp(dt * -std::exp(config_.a_log[h]));
-  task.state = state;
+  task.state = state_of(cache, index);
   task.values = size;
   task.size = state_size;
   task.dtype = config_.dtype;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/attention.hpp"
+#include "attention/recurrent.hpp"
 
 namespace ktinject::attention {
 
@@ -43,7 +44,17 @@ class Mamba2 final : public DecoderAttention {
  private:
   // mixed [batch, channels], dt [batch, heads]: what follows from x of the tokens. y [batch, values].
   void advance(float* mixed, const float* dt, const Step& step, const LayerCache& cache, float* y) const;
-  void head(int h, const float* mixed, float dt, float* state, float* own, float* y) const;
+  ChannelConvolution convolution() const;
+  size_t state_values() const {
+    return static_cast<size_t>(config_.head_size) * static_cast<size_t>(config_.state_size);
+  }
+  float* state_of(const LayerCache& cache, int index) const;
+  // y of the head index % heads of the row index / heads behind `first`, whose state is the cache's `index`. own:
+  // [state_size]
+  void head(int index, int first, const float* mixed, const float* dt, const LayerCache& cache, float* own,
+            float* y) const;
+  // y [batch, values], times silu of what in_proj gives, and normed.
+  void gate(const float* projected, int batch, DType dtype, float* y) const;
 
   Mamba2Config config_;
 };

@@ -33,21 +33,25 @@ void expect(const Cached& cached, DType dtype, const std::vector<int>& shape, co
 float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 void ChannelConvolution::advance(runtime::ThreadPool& workers, float* mixed, int rows, const Cached& inputs) const {
-  const gemm::StepOps& ops = gemm::step_ops();
+  each(workers, product(rows, channels, taps) < kSerialProducts / 4, tasks(rows),
+       [&](int index, int) { run(index, mixed, inputs); });
+}
+
+int ChannelConvolution::tasks(int rows) const { return rows * ((channels + kChannels - 1) / kChannels); }
+
+void ChannelConvolution::run(int task, float* mixed, const Cached& inputs) const {
   const size_t width = dtype_bytes(inputs.dtype);
-  const int blocks = (channels + kChannels - 1) / kChannels;
-  each(workers, product(rows, channels, taps) < kSerialProducts / 4, rows * blocks, [&](int index, int) {
-    const int row = index / blocks, first = index % blocks * kChannels, count = std::min(kChannels, channels - first);
-    const size_t at = product(first, taps), state = product(row, channels, taps) + at;
-    if (is_wide && inputs.dtype != DType::f32)
-      return advance_wide(mixed + product(row, channels) + first, static_cast<std::byte*>(inputs.data) + state * width,
-                          first, count, inputs.dtype);
-    const auto* biases = static_cast<const std::byte*>(bias);
-    ops.convolve(mixed + product(row, channels) + first, static_cast<std::byte*>(inputs.data) + state * width,
-                 static_cast<const std::byte*>(weight) + at * width,
-                 biases == nullptr ? nullptr : biases + static_cast<size_t>(first) * width, count, taps, has_silu,
-                 inputs.dtype);
-  });
+  const int blocks = tasks(1), row = task / blocks, first = task % blocks * kChannels,
+            count = std::min(kChannels, channels - first);
+  const size_t at = product(first, taps), state = product(row, channels, taps) + at;
+  if (is_wide && inputs.dtype != DType::f32)
+    return advance_wide(mixed + product(row, channels) + first, static_cast<std::byte*>(inputs.data) + state * width,
+                        first, count, inputs.dtype);
+  const auto* biases = static_cast<const std::byte*>(bias);
+  gemm::step_ops().convolve(
+      mixed + product(row, channels) + first, static_cast<std::byte*>(inputs.data) + state * width,
+      static_cast<const std::byte*>(weight) + at * width,
+      biases == nullptr ? nullptr : biases + static_cast<size_t>(first) * width, count, taps, has_silu, inputs.dtype);
 }
 
 void ChannelConvolution::advance_wide(float* mixed, std::byte* held, int first, int count, DType dtype) const {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention/attention.hpp"
+#include "runtime/stages.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::attention {
@@ -27,6 +28,15 @@ struct ChannelConvolution {
   // Of rows beside each other: mixed [rows, channels] becomes what comes out, rounded, and the cache's inputs [rows,
   // channels, taps] move on by it.
   void advance(runtime::ThreadPool& workers, float* mixed, int rows, const Cached& inputs) const;
+  // The same as tasks of some channels of a row, in any order.
+  int tasks(int rows) const;
+  void run(int task, float* mixed, const Cached& inputs) const;
+  // Of one row, behind begin().
+  template <class Begin>
+  auto stage(float* mixed, const Cached& inputs, Begin begin) const {
+    return runtime::Stage{tasks(1), begin, [this, mixed, &inputs](int task, int) { run(task, mixed, inputs); },
+                          runtime::kReadsNothing};
+  }
 
  private:
   // The same for some channels from `first` on, whose last inputs are `held`; of a wide one.

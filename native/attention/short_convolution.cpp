@@ -1,10 +1,12 @@
-// A short convolution of one token a row: projections on the pool, then the convolution in tasks of some channels.
+// A short convolution of one token a row: projections on the pool, then the convolution in tasks of some channels; of a
+// single row in one call.
 #include "attention/short_convolution.hpp"
 
 #include <stdexcept>
 #include <string>
 
-#include "attention/recurrent.hpp"
+#include "attention/around.hpp"
+#include "attention/projection.hpp"
 #include "attention/tasks.hpp"
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
@@ -32,22 +34,39 @@ void ShortConvolution::forward(const float* x, const Step& step, const LayerCach
   const size_t given_at = arrays.take(product(batch, channels, 3)), mixed_at = arrays.take(product(batch, channels));
   const runtime::Scratch memory(arrays.count());
   float *given = memory + given_at, *mixed = memory + mixed_at;
-  config_.in->forward(x, DType::f32, batch, given);
-  ops.round(given, 3 * batch * channels, step.dtype);
-  for (int row = 0; row < batch; ++row) {
-    const float *b = given + product(row, channels, 3), *values = b + 2 * channels;
-    float* to = mixed + product(row, channels);
-    for (int c = 0; c < channels; ++c) to[c] = b[c] * values[c];
+  auto lay_out = [&] {
+    ops.round(given, 3 * batch * channels, step.dtype);
+    for (int row = 0; row < batch; ++row) {
+      const float *b = given + product(row, channels, 3), *values = b + 2 * channels;
+      float* to = mixed + product(row, channels);
+      for (int c = 0; c < channels; ++c) to[c] = b[c] * values[c];
+    }
+    ops.round(mixed, batch * channels, step.dtype);
+  };
+  auto close = [&] {
+    for (int row = 0; row < batch; ++row) {
+      const float* c_of = given + product(row, channels, 3) + channels;
+      float* to = mixed + product(row, channels);
+      for (int c = 0; c < channels; ++c) to[c] *= c_of[c];
+    }
+    ops.round(mixed, batch * channels, step.dtype);
+  };
+  if (batch == 1 && !step.consecutive) {
+    const runtime::Session session;
+    Products products;
+    products.add(config_.in, given);
+    const Products::Tasks in(*session, products, x);
+    const ChannelConvolution convolution = this->convolution();
+    const Ending ending{mixed, {config_.out, out}, step.dtype, step.following};
+    if (!in.is_small() &&
+        run_in_one_call(*session, ending, close, in.stage([] {}), convolution.stage(mixed, cache.first, lay_out)))
+      return;
   }
-  ops.round(mixed, batch * channels, step.dtype);
+  config_.in->forward(x, DType::f32, batch, given);
+  lay_out();
   if (step.consecutive) remember(cache, batch, {{mixed, channels}});
   advance(mixed, step, cache);
-  for (int row = 0; row < batch; ++row) {
-    const float* c_of = given + product(row, channels, 3) + channels;
-    float* to = mixed + product(row, channels);
-    for (int c = 0; c < channels; ++c) to[c] *= c_of[c];
-  }
-  ops.round(mixed, batch * channels, step.dtype);
+  close();
   config_.out->forward(mixed, DType::f32, batch, out);
   ops.round(out, batch * config_.out->config().out_features, step.dtype);
 }
@@ -64,8 +83,12 @@ void ShortConvolution::keep(const LayerCache& cache, int kept) const {
   advance(inputs.data(), step, cache);
 }
 
+ChannelConvolution ShortConvolution::convolution() const {
+  return {config_.weight, nullptr, config_.channels(), config_.taps, false};
+}
+
 void ShortConvolution::advance(float* mixed, const Step& step, const LayerCache& cache) const {
-  const ChannelConvolution convolution{config_.weight, nullptr, config_.channels(), config_.taps, false};
+  const ChannelConvolution convolution = this->convolution();
   const runtime::Session session;
   for (int row = 0; row < step.batch; row += step.together())
     convolution.advance(*session, mixed + product(row, convolution.channels), step.together(), cache.first);

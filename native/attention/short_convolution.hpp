@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/attention.hpp"
+#include "attention/recurrent.hpp"
 
 namespace ktinject::attention {
 
@@ -29,6 +30,7 @@ class ShortConvolution final : public DecoderAttention {
  private:
   // mixed [rows, channels]: inputs of the convolution become what it gives. The cache moves on by a token, or by all.
   void advance(float* mixed, const Step& step, const LayerCache& cache) const;
+  ChannelConvolution convolution() const;
 
   ShortConvolutionConfig config_;
 };

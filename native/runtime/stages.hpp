@@ -47,6 +47,23 @@ Stage(int, Begin, Run, Reads) -> Stage<Begin, Run, Reads>;
 
 inline constexpr auto kReadsNothing = [](int) { return std::span<const std::byte>(); };
 
+// Two stages as one: tasks of both in any order, behind both begin().
+template <class First, class Second>
+auto beside(First first, Second second) {
+  return Stage{first.count + second.count,
+               [first, second] {
+                 first.begin();
+                 second.begin();
+               },
+               [first, second](int index, int worker) {
+                 if (index < first.count) first.run(index, worker);
+                 else second.run(index - first.count, worker);
+               },
+               [first, second](int index) {
+                 return index < first.count ? first.reads(index) : second.reads(index - first.count);
+               }};
+}
+
 // Runs the stages, one after the other; the first begins at once, on the caller.
 template <class... Stages>
 void run_stages(ThreadPool& workers, Stages&&... stages) {
