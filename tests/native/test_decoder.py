@@ -150,13 +150,13 @@ def test_a_token_in_one_call_is_that_in_several(kind: str, position: int) -> Non
 def turns_spared(layer: Layer, keys: Tensor, values: Tensor, position: int, rotary: int) -> int:
     """How many turns at the pool fewer a token takes with four threads than with one; its results are the same."""
     x = torch.randn(1, HIDDEN)
-    cos, sin = rotation(1, rotary)
+    tables = dict(zip(("cos", "sin"), rotation(1, rotary), strict=True)) if rotary else {}
     results, turns = [], []
     for threads in (4, 1):
         _native.set_threads(threads, crowded=True)
         own_keys, own_values = keys.clone(), values.clone()
         before = _native.sessions()
-        out = layer(x, own_keys, own_values, position, cos=cos, sin=sin)
+        out = layer(x, own_keys, own_values, position, **tables)
         turns.append(_native.sessions() - before)
         results.append((out, own_keys, own_values))
     for found, want in zip(*results, strict=True):
@@ -189,6 +189,105 @@ def test_a_token_s_latent_attention_in_one_call_is_that_in_several(is_low: bool,
     )  # fmt: skip
     keys, values = torch.randn(1, 1, 2048, rank), torch.randn(1, 1, 2048, rope)
     assert turns_spared(layer, keys, values, position, rope) == (6 if is_low else 4)
+
+
+def plain(out_features: int, in_features: int) -> Any:
+    """A projection whose weight stays as it is."""
+    weight, bias = torch.randn(out_features, in_features) * in_features**-0.5, torch.randn(out_features)
+    return _native.Projection(weight=weight, bias=bias)
+
+
+def packed(out_features: int, in_features: int) -> Any:
+    return _native.Projection(linear=linear(out_features, in_features)[0])
+
+
+def delta_rule(kind: str) -> tuple[Any, Tensor, Tensor]:
+    """A layer, and the two tensors of its cache."""
+    heads, size, hidden, taps = 16, 128, HIDDEN, 4
+    values, low = heads * size, 96
+    channels = 3 * values
+    is_low = kind in ("low", "low z")
+    decays = values if is_low else heads
+    layers: dict[str, Any] = {"qkv": linear(channels, hidden)[0], "z": linear(values, hidden)[0]}
+    layers |= {"ba": plain(heads, hidden), "a": plain(heads, hidden)}
+    if kind == "in parts":
+        layers |= {
+            name: linear(values, hidden, "int8" if name == "v" else "bf16")[0] for name in ("qkv", "k", "v")
+        }
+    if kind == "interleaved":
+        layers = {
+            "qkv": linear(channels + values, hidden)[0],
+            "ba": packed(2 * heads, hidden),
+            "z": None,
+            "a": None,
+        }
+    if is_low:
+        layers |= {"z_low": linear(low, hidden)[0], "z": linear(values, low)[0], "a": packed(decays, hidden)}
+    if kind == "low":
+        layers |= {"a_low": plain(low, hidden), "a": packed(decays, low)}
+    made = _native.GatedDelta(
+        **layers, o=linear(hidden, values)[0], taps=torch.randn(channels, taps), a_log=torch.rand(heads),
+        dt_bias=torch.rand(decays), norm=_native.Norm(torch.rand(size), 1e-6), key_heads=heads,
+        value_heads=heads, key_size=size, value_size=size, by_channels=is_low,
+    )  # fmt: skip
+    return made, torch.randn(1, channels, taps), torch.randn(1, heads, size, size)
+
+
+def recurrent(kind: str) -> tuple[Any, Tensor, Tensor]:
+    heads, size, hidden, taps = 32, 64, HIDDEN, 4
+    values, states = heads * size, 32
+    outward, rate = linear(hidden, values)[0], torch.rand(heads)
+    if kind == "decaying":
+        made = _native.DecayingState(
+            qkv=linear(3 * values, hidden)[0], gate=linear(values, hidden)[0], o=outward,
+            norm=_native.Norm(torch.rand(values), 1e-6), slopes=rate, heads=heads, size=size,
+        )  # fmt: skip
+        state = torch.randn(1, heads, size, size)
+        return made, state, state
+    if kind == "short convolution":
+        taps_weight = torch.randn(values, taps)
+        made = _native.ShortConvolution(
+            in_proj=linear(3 * values, hidden)[0], out_proj=outward, taps=taps_weight
+        )
+        state = torch.randn(1, values, taps)
+        return made, state, state
+    if kind == "mamba":
+        rank = 48
+        made = _native.Mamba1(
+            in_proj=linear(2 * values, hidden)[0], x_proj=packed(rank + 2 * states, values),
+            dt_proj=plain(values, rank), out_proj=outward, taps=torch.randn(values, taps), taps_bias=None,
+            a_log=torch.rand(values, states), d=torch.rand(values), has_wide_d=False,
+            **{f"{name}_norm": _native.Norm(torch.rand(n), 1e-6) for name, n in
+               (("dt", rank), ("b", states), ("c", states))},
+        )  # fmt: skip
+        return made, torch.randn(1, values, taps), torch.randn(1, values, states)
+    groups = 4
+    channels = values + 2 * groups * states
+    made = _native.Mamba2(
+        in_proj=linear(values + channels + heads, hidden)[0], out_proj=outward, taps=torch.randn(channels, taps),
+        taps_bias=torch.randn(channels), a_log=rate, dt_bias=torch.rand(heads), d=torch.rand(heads),
+        has_wide_d=False, norm=_native.Norm(torch.rand(values), 1e-6), heads=heads, groups=groups, head_size=size,
+        state_size=states,
+    )  # fmt: skip
+    return made, torch.randn(1, channels, taps), torch.randn(1, heads, size, states)
+
+
+@pytest.mark.parametrize(
+    "kind, spared", [("whole", 5), ("in parts", 5), ("interleaved", 3), ("low z", 5), ("low", 7)]
+)
+def test_a_token_s_delta_rule_in_one_call_is_that_in_several(kind: str, spared: int) -> None:
+    torch.manual_seed(0)
+    made, inputs, states = delta_rule(kind)
+    assert turns_spared(Layer(made), inputs, states, 3, 0) == spared
+
+
+@pytest.mark.parametrize(
+    "kind, spared", [("decaying", 3), ("short convolution", 3), ("mamba", 6), ("mamba-2", 3)]
+)
+def test_a_token_s_states_in_one_call_are_those_of_several(kind: str, spared: int) -> None:
+    torch.manual_seed(0)
+    made, inputs, states = recurrent(kind)
+    assert turns_spared(Layer(made), inputs, states, 3, 0) == spared
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
