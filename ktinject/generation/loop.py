@@ -110,7 +110,7 @@ def run(
                 step.end_row(row)
         if streamer is not None:
             streamer.put(tokens)
-        ended = not (alive if stop is None else alive * ~stopped).any()
+        ended = not any((alive if stop is None else alive * ~stopped).tolist())
         if is_last or ended:
             if ahead is not None and generator is not None:
                 generator.set_offset(drawn)

@@ -10,7 +10,6 @@ the values of weights: a recorded step reads them where they lie.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Mapping
 from types import FunctionType, ModuleType
@@ -25,8 +24,8 @@ from ktinject.generation.trust import BASES, is_trusted
 from ktinject.hf import adapters, compat
 from ktinject.operators import Operator
 
-# Kinds of entries, as native/bindings/watch.cpp knows them. Of the last kind, what data_ptr() gives is compared.
-_ATTRIBUTES, _ITEMS, _ELEMENTS, _LOOKUPS, _CLASS, _TENSOR = range(6)
+# Kinds of entries, as native/bindings/watch.cpp knows them. Of tensors, what data_ptr() gives is compared.
+_ATTRIBUTES, _ITEMS, _ELEMENTS, _LOOKUPS, _CLASS, _TENSOR, _EMPTY = range(7)
 
 # Of the model: what every request reads anew, and what generation leaves there.
 _ASIDE_OF_MODEL = frozenset(
@@ -52,16 +51,11 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 class _EmptyDicts:
     """Dicts that hold nothing: two thirds of all that is noted of a model.
 
-    One look at all of them is faster than as many entries. It stands as one entry of the kind of tensors.
+    One look at all of them is faster than as many entries.
     """
 
     def __init__(self) -> None:
         self.named: list[tuple[dict[Any, Any], str]] = []
-
-    def close(self) -> None:
-        """No more come."""
-        # Whether one of them holds something now: `any` asks them in C.
-        self.data_ptr = functools.partial(any, tuple(held for held, _ in self.named))
 
     def first_filled(self) -> str:
         """The name of what the first of them holds that holds something."""
@@ -87,8 +81,7 @@ class Watch:
         for registry in (compat.ALL_ATTENTION_FUNCTIONS, compat.ALL_MASK_ATTENTION_FUNCTIONS):
             for name in ("_local_mapping", "_global_mapping"):
                 self._note_value(getattr(registry, name, {}), "the attention functions")
-        self._empty.close()
-        self._note("", _TENSOR, self._empty, False)
+        self._note("", _EMPTY, self._empty, tuple(held for held, _ in self._empty.named))
         del self._seen, self._classes
 
     def change(self) -> str:

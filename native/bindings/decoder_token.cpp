@@ -2,12 +2,14 @@
 // where they are; so none is converted, made or copied from step to step.
 #include <nanobind/stl/optional.h>
 
+#include <algorithm>
 #include <optional>
 #include <span>
 #include <vector>
 
 #include "bindings/arrays.hpp"
 #include "bindings/decoder_parts.hpp"
+#include "bindings/sequences.hpp"
 #include "bindings/waiting.hpp"
 #include "decode/decoder.hpp"
 #include "gemm/linear.hpp"
@@ -113,6 +115,67 @@ class TokenStep {
   mutable std::vector<std::byte> normed_;
 };
 
+using Number = Array<int64_t, nb::shape<1>, nb::c_contig>;
+using NumberColumn = Array<int64_t, nb::shape<-1, 1>, nb::c_contig>;
+using Shown = Array<bool, nb::shape<-1, 1, 1, -1>>;
+struct Ring {
+  int64_t window;
+  Number place;
+  Shown mask;
+};
+
+// Where the tokens of a step go, on the CPU, and what is attended to.
+class NextPlace {
+ public:
+  NextPlace(Number place, NumberColumn positions, Shown mask, size_t capacity, std::vector<Ring> rings, int64_t prompt)
+      : place_(std::move(place)),
+        positions_(std::move(positions)),
+        mask_(std::move(mask)),
+        rings_(std::move(rings)),
+        prompt_(prompt) {
+    check(mask_);
+    if (mask_.shape(3) != capacity)
+      throw std::invalid_argument("next place: found a mask of " + std::to_string(mask_.shape(3)) +
+                                  " places; expected " + std::to_string(capacity));
+    for (const Ring& ring : rings_) {
+      check(ring.mask);
+      if (ring.window < 1) throw std::invalid_argument("next place: found a window of " + std::to_string(ring.window));
+    }
+    if (prompt < 0) throw std::invalid_argument("next place: found a prompt of " + std::to_string(prompt) + " tokens");
+  }
+
+  void advance() {
+    const int64_t place = ++*place_.data();
+    for (size_t row = 0; row < positions_.shape(0); ++row) ++positions_.data()[row];
+    show(mask_, place);
+    for (const Ring& ring : rings_) {
+      const int64_t behind = (place - prompt_) % ring.window, own = behind < 0 ? behind + ring.window : behind;
+      *ring.place.data() = prompt_ + own;
+      // A ring that is shorter than its window is full before the place is beyond its end.
+      show(ring.mask, std::min(prompt_ + own, static_cast<int64_t>(ring.mask.shape(3)) - 1));
+    }
+  }
+
+ private:
+  void check(const Shown& mask) const {
+    if (mask.shape(0) != positions_.shape(0) || mask.shape(3) == 0 || (mask.shape(3) > 1 && mask.stride(3) != 1))
+      throw std::invalid_argument(
+          "next place: masks must be [b, 1, 1, n] as positions are [b, 1], n at least 1, their "
+          "places side by side");
+  }
+  static void show(const Shown& mask, int64_t place) {
+    if (place < 0 || place >= static_cast<int64_t>(mask.shape(3))) return;
+    for (size_t row = 0; row < mask.shape(0); ++row)
+      mask.data()[static_cast<int64_t>(row) * mask.stride(0) + place] = true;
+  }
+
+  Number place_;
+  NumberColumn positions_;
+  Shown mask_;
+  std::vector<Ring> rings_;
+  int64_t prompt_;
+};
+
 }  // namespace
 
 void init_decoder_token(nb::module_& m) {
@@ -139,6 +202,27 @@ void init_decoder_token(nb::module_& m) {
            "One step, whose keys go to this place of the cache. prompt: tokens of a prompt that lies before rings. "
            "False, and nothing is done: `turn` has not given the "
            "rotation of its position.");
+  nb::class_<NextPlace>(m, "NextPlace", "Where the tokens of a step go in a cache on the CPU, and what is attended to.")
+      .def(
+          "__init__",
+          [](NextPlace* self, const Number& place, const NumberColumn& positions, const Shown& mask, size_t capacity,
+             const Sequence<int64_t>& windows, const Sequence<Number>& places, const Sequence<Shown>& rings,
+             int64_t prompt) {
+            const std::vector<int64_t> sizes = vector_of(windows, "windows");
+            std::vector<Number> own = vector_of(places, "places");
+            std::vector<Shown> shown = vector_of(rings, "rings");
+            if (own.size() != sizes.size() || shown.size() != sizes.size())
+              throw std::invalid_argument("next place: each window has a place and a ring");
+            std::vector<Ring> all;
+            all.reserve(sizes.size());
+            for (size_t i = 0; i < sizes.size(); ++i) all.push_back({sizes[i], std::move(own[i]), std::move(shown[i])});
+            new (self) NextPlace(place, positions, mask, capacity, std::move(all), prompt);
+          },
+          nb::kw_only(), nb::arg("place"), nb::arg("positions"), nb::arg("mask"), nb::arg("capacity"),
+          nb::arg("windows"), nb::arg("places"), nb::arg("rings"), nb::arg("prompt"),
+          "What grows by one: place [1] and positions [b, 1]; mask [b, 1, 1, capacity] becomes true there, within it. "
+          "Of each window, a place [1] and a ring [b, 1, 1, size] go round behind `prompt` places.")
+      .def("advance", &NextPlace::advance, "By one token.");
 }
 
 }  // namespace ktinject

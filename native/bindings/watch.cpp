@@ -20,7 +20,7 @@ namespace nb = nanobind;
 #endif
 
 // What an entry says; the numbers are those of ktinject/generation/watch.py.
-enum Kind : long { kAttributes, kItems, kElements, kLookups, kClass, kTensor };
+enum Kind : long { kAttributes, kItems, kElements, kLookups, kClass, kTensor, kEmpty };
 
 // Python gives a dict and a class a number that no other state of it, nor of another one, ever has. Where the number is
 // the one that was seen when all was found to be the same, it still is. 0: there is none, so it has to be looked at.
@@ -118,6 +118,20 @@ bool same_class(PyObject* type, PyObject* pairs) {
   return true;
 }
 
+// Behind a step they are in no cache, and each is a place of its own in memory: so those further on are asked for now.
+bool all_empty(PyObject* dicts) {
+  constexpr Py_ssize_t kAhead = 24;
+  const Py_ssize_t count = PyTuple_GET_SIZE(dicts);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) __builtin_prefetch(PyTuple_GET_ITEM(dicts, i + kAhead));
+    if (PyDict_Size(PyTuple_GET_ITEM(dicts, i)) != 0) {
+      if (PyErr_Occurred()) throw nb::python_error();
+      return false;
+    }
+  }
+  return true;
+}
+
 bool same_tensor(PyObject* tensor, PyObject* address) {
   static PyObject* const name = PyUnicode_InternFromString("data_ptr");
   nb::object found = nb::steal(PyObject_CallMethodObjArgs(tensor, name, nullptr));
@@ -187,6 +201,8 @@ class Seen {
         return same_elements(holder, noted);
       case kTensor:
         return same_tensor(holder, noted);
+      case kEmpty:
+        return all_empty(noted);
       default:
         throw nb::value_error("watch: an entry of another kind");
     }

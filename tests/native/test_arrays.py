@@ -285,6 +285,20 @@ def choose_and_take(**arguments: Any) -> None:
     choice.take()
 
 
+def next_place() -> dict[str, Any]:
+    """Of two rows, and a window."""
+    return {
+        "place": torch.tensor([3]),
+        "positions": torch.tensor([[3], [2]]),
+        "mask": torch.zeros(2, 1, 1, 8, dtype=torch.bool),
+        "capacity": 8,
+        "windows": [2],
+        "places": [torch.tensor([1])],
+        "rings": [torch.zeros(2, 1, 1, 2, dtype=torch.bool)],
+        "prompt": 0,
+    }
+
+
 def generator() -> Tensor:
     return torch.Generator().manual_seed(0).get_state()
 
@@ -394,6 +408,7 @@ CASES: dict[str, Case] = {
         _native.TokenChoice(**token_choice()).choose,
         {"scores": torch.randn(2, 9), "generator": generator()},
     ),
+    "NextPlace.__init__": lambda: (lambda **given: _native.NextPlace(**given).advance(), next_place()),
     "TokenStep.__init__": lambda: (run_step, token_step()),
     "TokenStep.turn": lambda: (
         _native.TokenStep(**token_step()).turn,

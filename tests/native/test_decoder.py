@@ -11,7 +11,7 @@ import pytest
 import torch
 from attention import grouped
 from silu_layers import silu_experts
-from test_arrays import latent, mixture
+from test_arrays import latent, mixture, next_place
 from torch import Tensor
 
 from ktinject import OperatorError, _native
@@ -720,3 +720,42 @@ class TestRefusals:
                     gated=False,
                 )
             )
+
+
+def test_the_next_place_goes_round_in_rings() -> None:
+    place, positions = torch.tensor([6]), torch.tensor([[6], [4]])
+    mask = torch.zeros(2, 1, 1, 9, dtype=torch.bool)
+    own, other = torch.tensor([2]), torch.tensor([3])
+    rings = [torch.zeros(2, 1, 1, size, dtype=torch.bool) for size in (4, 5)]
+    given = _native.NextPlace(
+        place=place,
+        positions=positions,
+        mask=mask,
+        windows=[3, 50],
+        places=[own, other],
+        rings=rings,
+        prompt=1,
+    )
+    for _ in range(3):
+        given.advance()
+    assert (place.item(), positions.flatten().tolist()) == (9, [9, 7])
+    assert mask.nonzero()[:, 3].tolist() == [7, 8] * 2  # there is no place 9
+    assert (own.item(), other.item()) == (1 + (9 - 1) % 3, 9)
+    assert rings[0].nonzero()[:, 3].tolist() == [1, 2, 3] * 2
+    assert rings[1].nonzero()[:, 3].tolist() == [4] * 2  # shorter than its window: full before
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        ({"windows": [0]}, "found a window of 0"),
+        ({"prompt": -1}, "found a prompt of -1"),
+        ({"places": []}, "each window has a place and a ring"),
+        ({"rings": [torch.zeros(3, 1, 1, 2, dtype=torch.bool)]}, "masks must be"),
+        ({"mask": torch.zeros(2, 1, 1, 0, dtype=torch.bool)}, "n at least 1"),
+        ({"capacity": 9}, "found a mask of 8 places; expected 9"),
+    ],
+)
+def test_a_next_place_that_does_not_fit_is_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        _native.NextPlace(**next_place() | changes)

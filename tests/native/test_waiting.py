@@ -233,6 +233,7 @@ DO_NOT = set(
     Experts.hidden_size Experts.count Experts.down_kernels Experts.id Experts.bytes Experts.kernels
     Experts.kernel_for Experts.shards Experts.guesses Experts.released_bytes
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add TokenStep.turn TokenChoice.take
+    NextPlace.advance
     Slots.bytes Channel.submit Channel.wait Channel.foresee Channel.check
     ExpertCache.join ExpertCache.leave ExpertCache.step ExpertCache.places ExpertCache.hold ExpertCache.release
     ExpertCache.counts CacheCounts.uses CacheCounts.hits CacheCounts.fetches CacheCounts.bytes CacheCounts.gain
