@@ -731,6 +731,7 @@ def test_the_next_place_goes_round_in_rings() -> None:
         place=place,
         positions=positions,
         mask=mask,
+        capacity=9,
         windows=[3, 50],
         places=[own, other],
         rings=rings,
