@@ -38,7 +38,10 @@ class Mailbox:
     def __init__(self, result: Tensor) -> None:
         self._result = result
         on_gpu = result.is_cuda
-        self._slots = [torch.empty_like(result, device="cpu", pin_memory=on_gpu) for _ in range(2)]
+        # On the CPU a result is there once it is sent.
+        self._slots = [
+            torch.empty_like(result, device="cpu", pin_memory=True) if on_gpu else result for _ in range(2)
+        ]
         # A thread that spins here would take a core from the workers that compute the experts.
         self._written = [torch.cuda.Event(blocking=True) for _ in range(2)] if on_gpu else []
         self._sent = 0
@@ -47,16 +50,19 @@ class Mailbox:
         """Have the result of the step just queued copied; at most two are on their way. Returns what `read` takes."""
         slot = self._sent % 2
         self._sent += 1
-        self._slots[slot].copy_(self._result, non_blocking=True)
         if self._written:
+            self._slots[slot].copy_(self._result, non_blocking=True)
             self._written[slot].record()
+        else:
+            self._slots[slot] = self._result.clone()
         return slot
 
     def read(self, slot: int) -> Tensor:
-        """Wait for a result; [2, b], valid until the next but one is sent."""
-        if self._written:
-            self._written[slot].synchronize()
-        return self._slots[slot]
+        """Wait for a result: [2, b], the caller's own. To be read once."""
+        if not self._written:
+            return self._slots[slot]
+        self._written[slot].synchronize()
+        return self._slots[slot].clone()
 
 
 def run(
@@ -95,8 +101,8 @@ def run(
             drawn = generator.get_offset() if generator is not None else 0
             step()
             ahead = mailbox.send()
-        found = mailbox.read(waiting).clone()
-        tokens, alive = found[:2]
+        found = mailbox.read(waiting)
+        tokens, alive, *_ = found.unbind()
         step.check(found)
         if pad is not None and stop is not None:
             tokens = tokens.masked_fill_(stopped, pad)  # a row stopped by a string was one step ahead
