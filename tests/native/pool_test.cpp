@@ -163,11 +163,14 @@ void test_stages() {
       std::array<std::atomic<int>, 3> ended{};
       std::array<std::atomic<int>, 3> begun{};
       std::atomic<bool> in_order{true};
+      std::atomic<int> more{0}, more_begun{0};  // of what is beside the second stage
+      constexpr int kMore = 3;
       const int fault = turn % 10 == 9 ? turn / 10 % 3 : -1;  // of which stage a task fails
       auto stage = [&](size_t i) {
         return Stage{counts[i],
                      [&, i] {
                        if (i > 0 && ended[i - 1] != counts[i - 1]) in_order = false;
+                       if (i == 2 && more != kMore) in_order = false;
                        ++begun[i];
                      },
                      [&, i](int index, int) {
@@ -179,11 +182,17 @@ void test_stages() {
                        return std::span<const std::byte>(memory).subspan(static_cast<size_t>(index) * 100, 5000);
                      }};
       };
-      const bool failed = throws<Fault>([&] { run_stages(*workers, stage(0), stage(1), stage(2)); });
+      const Stage other{kMore, [&] { ++more_begun; },
+                        [&](int index, int) {
+                          if (more_begun != 1 || begun[1] != 1 || index < 0 || index >= kMore) in_order = false;
+                          ++more;
+                        },
+                        kReadsNothing};
+      const bool failed = throws<Fault>([&] { run_stages(*workers, stage(0), beside(stage(1), other), stage(2)); });
       check(failed == (fault >= 0), "an error of a task is the call's");
       check(in_order, "a stage begins behind the one before it");
       for (size_t i = 0; fault < 0 && i < 3; ++i)
-        check(begun[i] == 1 && ended[i] == counts[i], "all tasks of all stages run");
+        check(begun[i] == 1 && ended[i] == counts[i] && more == kMore, "all tasks of all stages run");
       for (size_t i = 0; fault >= 0 && i < 3; ++i)
         check(static_cast<int>(i) <= fault || begun[i] == 0, "nothing begins behind a stage that failed");
     }
