@@ -97,7 +97,7 @@ class GraphRunner:
         """
         self.device = device = logits.device
         self.rows, vocab_size = logits.shape
-        self._batch = batch = size_of(self.rows, device)
+        batch = size_of(self.rows, device)
         self.captures, self.replays, self.changed = 0, 0, ""
         self._forward, self._wake = forward, wake
         self._own, self._change = own or forward, change
@@ -146,7 +146,7 @@ class GraphRunner:
     @property
     def found(self) -> Tensor:
         """The logits [rows, v] of this request's rows."""
-        return self.logits if self.rows == self._batch else self.logits[: self.rows]
+        return self.logits if self.rows == self.logits.shape[0] else self.logits[: self.rows]
 
     def step(self, *, has_hidden: bool = False) -> None:
         """One forward pass over `ids`, which leaves `logits`.
@@ -287,9 +287,7 @@ class GraphRunner:
         view.stages, view.asks_hidden, view.hidden = stages, has_hidden, None
         view.logits = self.logits
         with submits.only(self.live):
-            mask = self.cache.mask
-            shown = mask if bucket == self.cache.capacity else mask[..., :bucket]
-            logits = forward(self.ids, shown, self.cache.positions, view)
+            logits = forward(self.ids, view.masks[None], self.cache.positions, view)
         view.keep_in_place()
         if logits is not self.logits:
             self.logits.copy_(logits)
