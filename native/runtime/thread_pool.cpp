@@ -368,8 +368,9 @@ void ThreadPool::work(int worker) {
       // Only news is passed on: late wakers wake workers that have been there already, and these would wake others.
       if (news.generation.load(std::memory_order_relaxed) != seen) wake_some(news);
     }
-    if (stop_.load(std::memory_order_relaxed)) return;
+    // In this order: else the news that all is to end might be taken for seen by who looked just before it came.
     seen = news.generation.load(std::memory_order_acquire);
+    if (stop_.load(std::memory_order_relaxed)) return;
     drain(seen, worker);
     fetch_own(news, seen, worker);
   }
