@@ -314,16 +314,22 @@ def no_expert_of_a_matrix(reader: Reader, key: str, index: int | None, shape: tu
         raise refused(reader, key, f"there is no expert {index} in a matrix; it is read whole.")
 
 
-def check_scales(reader: Reader, name: str, scales: Tensor, most: float | None = None) -> None:
-    """Raise CheckpointError naming the position of the first scale that is not positive, finite, and at most that."""
-    wrong = ~(torch.isfinite(scales) & (scales > 0))
-    if most is not None:
-        wrong |= scales > most
+def check_scales(reader: Reader, name: str, scales: Tensor, of_parts: bool = False) -> None:
+    """Raise CheckpointError naming the position of the first scale that is not positive and finite.
+
+    of_parts  they are of blocks or outputs, which may be all zeros: then a scale may be 0
+    """
+    wrong = ~(torch.isfinite(scales) & ((scales >= 0) if of_parts else (scales > 0)))
     if wrong.any():
         position = place_of(scales, int(wrong.flatten().nonzero()[0]))
-        limit = "" if most is None else f" and at most {most:g}"
-        text = f"{scales[tuple(position)].item()} at {position}; scales must be positive and finite{limit}"
-        raise refused(reader, name, f"{text}. {DOWNLOAD_AGAIN}")
+        value = scales[tuple(position)].item()
+        text = f"{value} at {position}; scales must be positive{' or 0' if of_parts else ''}, and finite"
+        remedy = (
+            "Use a checkpoint whose scales have no sign: their weights have it"
+            if value < 0
+            else DOWNLOAD_AGAIN[:-1]
+        )
+        raise refused(reader, name, f"{text}. {remedy}.")
 
 
 def _blocks(start: int, length: int, size: int, what: str) -> tuple[int, int]:

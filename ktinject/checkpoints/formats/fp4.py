@@ -135,7 +135,9 @@ def _two_scales(reader: Reader, form: Format, index: int | None) -> tuple[Tensor
     check_finite(name, scales, reader)
     if bool((scales.float() < 0).any()):
         text = f"{scales.float().min().item()}; scales must not be negative"
-        raise refused(reader, name, f"{text}. {DOWNLOAD_AGAIN}")
+        raise refused(
+            reader, name, f"{text}. Use a checkpoint whose scales have no sign: their weights have it."
+        )
     each = len(reader.tensors[whole_name].shape) > 0 and reader.tensors[whole_name].shape != (1,)
     whole = reader.read(whole_name, index if each else None)
     check_scales(reader, whole_name, whole)

@@ -118,14 +118,26 @@ def _read(reader: Reader, key: str, form: Format, index: int | None) -> Fp8Block
     of_all = len(reader.tensors[name].shape) < len(shape) - 2 or math.prod(reader.tensors[name].shape) == 1
     raw = reader.read(name, None if of_all else index)
     scales = (raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw).float()
-    check_scales(reader, name, scales)
+    check_scales(reader, name, scales, of_parts=form.name != "fp8_tensor")
     values = reader.read(key, index)
     *leading, n, k = values.shape
     rows, columns = -(-n // form.block[0]), -(-k // form.block[1])
     if form.name == "fp8_tensor":
         scales = scales.reshape(*(leading if scales.numel() > 1 else (1,) * len(leading)), 1, 1)
         scales = scales.expand(*leading, rows, columns).contiguous()
-    return Fp8Blocks(values, scales.reshape(*leading, rows, columns), form.block)
+    return _with_zeros(Fp8Blocks(values, scales.reshape(*leading, rows, columns), form.block))
+
+
+def _with_zeros(blocks: Fp8Blocks) -> Fp8Blocks:
+    """Blocks of scale 0 as zeros of scale 1, since kernels divide by scales."""
+    zero = blocks.scales == 0
+    if not zero.any():
+        return blocks
+    rows, columns = blocks.block
+    *_, n, k = blocks.values.shape
+    where = zero.repeat_interleave(rows, -2)[..., :n, :].repeat_interleave(columns, -1)[..., :k]
+    values = blocks.values.view(torch.uint8).masked_fill(where, 0).view(blocks.values.dtype)
+    return Fp8Blocks(values, blocks.scales.masked_fill(zero, 1.0), blocks.block)
 
 
 def _dequantize(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -146,14 +146,25 @@ def test_a_scale_grid_that_does_not_fit(grid: Any, block: Any, expected: str, tm
             assert f"grid of {list(grid)}; {expected} is needed for [200, 300]" in message
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, float("nan"), float("inf"), -float("inf")])
+def test_a_block_of_zeros_may_have_a_scale_of_zero(tmp_path: Path) -> None:
+    weight, scale = fp8(200, 300), torch.ones(2, 3)
+    scale[1, 2] = 0
+    with write(tmp_path, weight=weight, scale=scale) as checkpoint:
+        assert checkpoint.decode(KEY).equal(reference(weight, scale, (128, 128)))
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), -float("inf")])
 def test_scales_must_be_positive_and_finite(value: float, tmp_path: Path) -> None:
     scale = torch.ones(2, 3)
     scale[1, 2] = value
     with write(tmp_path, weight=fp8(200, 300), scale=scale) as checkpoint:
         checkpoint.format_of(KEY)
-        with pytest.raises(CheckpointError, match=rf"{SCALE}': {value} at \[1, 2\]; scales must be positive"):
+        with pytest.raises(
+            CheckpointError, match=rf"{SCALE}': {value} at \[1, 2\]; scales must be positive"
+        ) as caught:
             checkpoint.decode(KEY)
+        # Nobody wrote a sign into a file by a broken download.
+        assert ("Download" in str(caught.value)) == (not value < 0)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,12 @@ def of_blocks(x: Tensor) -> Parts:
     return {"": fp8(x, scale), "_scale_inv": scale}
 
 
+def of_zeros(x: Tensor) -> Parts:
+    """As of blocks; about half of the matrices are zeros, with scales of zero."""
+    parts = of_blocks(x)
+    return parts if x.flatten()[0] > 0 else {name: torch.zeros_like(part) for name, part in parts.items()}
+
+
 def of_channels(x: Tensor) -> Parts:
     scale = x.abs().amax(-1, keepdim=True) / 448
     return {".weight": fp8(x, scale), ".weight_scale": scale.bfloat16().float()}
@@ -176,6 +182,7 @@ ROUNDS = {"to fp32": 2**-22, "to fp16": 2**-11}  # what a scale may move by; els
 CASES: dict[str, tuple[Callable[[Tensor], Parts], bool, dict[str, Any], str, str]] = {
     "fp8 blocks": (of_blocks, False, {"quant_method": "fp8"}, "kept (fp8_blocks)", "fp8"),
     # Gate and up share a block here, as they would not in blocks that divide them.
+    "fp8 blocks, some zero": (of_zeros, False, {"quant_method": "fp8"}, "kept (fp8_blocks)", "fp8"),
     "fp8 fused": (of_blocks, True, {"quant_method": "fp8"}, "rounded to bf16 (fp8_blocks)", "bf16"),
     "fp8 channel": (of_channels, False, compressed(type="float", num_bits=8), "kept (fp8_channel)", "fp8_channel"),
     "fp8 tensor": (of_tensors, False, {"quant_method": "modelopt", "quant_algo": "FP8"}, "kept (fp8_tensor)", "fp8"),
