@@ -80,6 +80,7 @@ class KeyMap:
     skipped      keys that belong nowhere, and may be there
     missing      what the model needs and the checkpoint has not, by checkpoint name where that is known
     transforms   transformers' mapping, which knows by now what it was used for
+    shared       parameter that has no key of its own → the one that it is tied to, whose key fills both
     """
 
     targets: dict[str, list[Piece]] = field(default_factory=dict)
@@ -89,6 +90,7 @@ class KeyMap:
     skipped: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     transforms: list[Any] = field(default_factory=list)
+    shared: dict[str, str] = field(default_factory=dict)
 
     def keys(self, name: str) -> list[str]:
         """The checkpoint keys that fill the parameter `name`."""
@@ -219,6 +221,7 @@ def _share_tied(mapping: KeyMap, model: PreTrainedModel) -> None:
         for absent, there in ((name, other), (other, name)):
             if absent not in mapping.targets and there in mapping.targets:
                 mapping.targets[absent] = mapping.targets[there]
+                mapping.shared[absent] = there
 
 
 def _report(

@@ -62,7 +62,13 @@ def load_rest(
     where       the checkpoint's name, for refusals
     Raises      CheckpointError for every parameter that was not filled, with all in one report
     """
-    state = {key: _Lazy(read, key) for name in model.state_dict() for key in mapping.keys(name)}
+    names = model.state_dict().keys()
+    state = {}
+    for name in names:
+        # Tied to a parameter that an operator took, and stored under that one's name only: transformers would not find
+        # it under a name that the model no longer has.
+        alone = name in mapping.shared and mapping.shared[name] not in names
+        state |= {name if alone else key: _Lazy(read, key) for key in mapping.keys(name)}
     # As in `from_pretrained`, no module counts as initialised: buffers that no checkpoint has are computed.
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
@@ -331,7 +337,13 @@ def unswapped(folder: str | os.PathLike[str], **arguments: Any) -> PreTrainedMod
 
     arguments  of `from_pretrained`
     """
-    config, _ = writing_part(_config_in(folder))
+    whole = _config_in(folder)
+    if said_of_us(whole) is not None:  # else transformers would hand the folder to our quantiser, which swaps
+        stored = quantization(whole)
+        drop_quantization(whole)
+        if stored:
+            whole.quantization_config = stored
+    config, _ = writing_part(whole)
     found: PreTrainedModel = auto_class(config).from_pretrained(
         folder, config=config, trust_remote_code=False, **arguments
     )

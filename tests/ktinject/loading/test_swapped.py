@@ -12,7 +12,7 @@ import pytest
 import torch
 from double import EXPERTS, on_meta, peft_too_old, saved
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ktinject
@@ -30,6 +30,20 @@ HEAD = linear("cpu_linear", "lm_head")
 
 def tied(**config: Any) -> PreTrainedModel:
     return models.tiny("qwen3_moe", tie_word_embeddings=True, **config).bfloat16()
+
+
+@pytest.mark.parametrize("rules", [[HEAD], "auto"])
+def test_a_tied_matrix_may_be_called_by_either_name(rules: Any, tmp_path: Path) -> None:
+    original = tied().eval()
+    folder = saved(original, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model = ktinject.load(folder, rules, devices="cpu", progress=False)
+    assert model.get_input_embeddings().weight.equal(original.get_input_embeddings().weight)
+    with torch.no_grad():
+        want, got = original(IDS).logits.float(), model(IDS).logits.float()
+    assert (got - want).norm() / want.norm() < 0.03
 
 
 def swapped(original: PreTrainedModel, *rules: dict[str, Any]) -> PreTrainedModel:
