@@ -134,7 +134,7 @@ def find(
         if longest is not None and longest < positions and room >= 0:
             problems.append(
                 f"{device} has {show_bytes(room)} left beside the weights, and the cache of a request takes "
-                f"{show_bytes(cache)}: no room for {positions:,} tokens."
+                f"{show_bytes(cache)}: no room for {max(context, _SHORTEST):,} tokens."
             )
         if workspace or kv_bytes_per_token:
             runtime_memory[device] = RuntimeMemory(workspace, kv_bytes_per_token, longest)

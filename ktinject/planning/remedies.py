@@ -2,7 +2,7 @@
 
 In the order of what they cost the user: a shorter request, fewer experts on the GPU, prompts that stay on the CPU, no
 second copy of weights, a smaller format of the experts, then of other weights; all of them together if none is enough;
-and more memory.
+and more memory, with the smallest experts where nothing else is enough.
 """
 
 from __future__ import annotations
@@ -68,7 +68,14 @@ def find(
     if not found and (change := _together(plain, lambda other: fits(other, 1))):
         shorter = None if fits(change) else _longest(lambda tokens: fits(change, tokens), context)
         found.append(_remedy(change.settings, shorter))
-    return [*found, *_more_memory(search, modules, where, context, layout)]
+    more = [*_more_memory(search, modules, where, context, layout)]
+    if not found and more and (least := [*_steps(plain, formats.smaller_experts)]):
+        smallest = search.layout(least[-1].modules, where, context)
+        for remedy in _more_memory(search, least[-1].modules, where, context, smallest):
+            both = _remedy(least[-1].settings)
+            arguments = None if remedy.arguments is None else remedy.arguments | (both.arguments or {})
+            more.insert(0, Remedy(arguments, f"{both.text} and {remedy.text}"))
+    return [*found, *more]
 
 
 def _longest(fits: Callable[[int], bool | None], context: int) -> int:

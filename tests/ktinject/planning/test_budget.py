@@ -429,6 +429,20 @@ def test_no_second_copy_of_weights_is_a_remedy() -> None:
     assert plan(alone, gpu_experts=1).remedies[0].arguments == {"variables": off | no_experts}
 
 
+def test_a_machine_that_is_too_small_even_for_int4_says_how_much(model: PreTrainedModel) -> None:
+    """What is missing is named for the smallest experts, too: it is far less than for those that were asked for."""
+    plan = planned(model, rule("hybrid_experts", weights="bf16"), machine=machine(memory=MIB // 4))
+    smaller, asked = plan.remedies
+    assert smaller.text.startswith("--set experts.weights=int4 and a machine with ")
+    assert asked.text.startswith("a machine with ") and smaller.arguments is asked.arguments is None
+
+    def more(text: str) -> float:
+        size, unit = text.split("with ")[1].split()[:2]
+        return float(size) * {"KiB": 2**10, "MiB": 2**20}[unit]
+
+    assert more(smaller.text) < more(asked.text)
+
+
 def test_a_machine_may_be_too_small(model: PreTrainedModel) -> None:
     plan = planned(model, rule("hybrid_experts", weights="int4"), machine=machine(memory=MIB // 4))
     (remedy,) = plan.remedies
