@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,8 +123,14 @@ def _folder(environ: Mapping[str, str]) -> Path:
     text = environ.get("KTINJECT_CACHE", "")
     if not text:
         base = environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return Path(base, "ktinject").expanduser()
-    folder = Path(text).expanduser()
+        try:
+            return Path(base, "ktinject").expanduser()
+        except RuntimeError:  # no HOME, and a user id that no account has, as in containers
+            return Path(tempfile.gettempdir(), f"ktinject-{os.getuid()}")
+    try:
+        folder = Path(text).expanduser()
+    except RuntimeError:
+        folder = Path(text)  # refused below
     if not folder.is_absolute() or (folder.exists() and not folder.is_dir()):
         raise PlanError(
             f"KTINJECT_CACHE={text!r}: allowed is the absolute path of a folder, which need not exist yet."

@@ -53,6 +53,18 @@ def test_cache_follows_xdg(tmp_path):
     assert env.read({"XDG_CACHE_HOME": str(tmp_path)}, kernels=KERNELS).cache == tmp_path / "ktinject"
 
 
+def test_a_user_without_a_home_has_a_cache(monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    assert env.read({}, kernels=KERNELS).cache.is_absolute()
+    with pytest.raises(PlanError, match="KTINJECT_CACHE='~/c': allowed is the absolute path of a folder"):
+        env.read({"KTINJECT_CACHE": "~/c"}, kernels=KERNELS)
+
+
 def test_threads_and_verbosity_take_effect_once():
     code = """
 import logging
