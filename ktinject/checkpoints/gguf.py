@@ -147,9 +147,14 @@ def _parts(folder: Path, name: str) -> list[str]:
     if not (found := _PART.fullmatch(name)):
         return [name]
     count = int(found[3])
+    if not 1 <= int(found[2]) <= count:
+        raise CheckpointError(
+            f"{folder / name}: the name says part {int(found[2])} of {count}; they are counted from 1. "
+            "Give the file the name that it had where it was made."
+        )
     names = [f"{found[1]}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
     absent = [name for name in names if not (folder / name).exists()]
-    if absent or name not in names:
+    if absent:
         raise CheckpointError(
             f"{folder / name}: one of {count} files, of which are not there: {', '.join(few(absent))}. Download them."
         )

@@ -5,6 +5,7 @@ Source: docs/gguf.md of ggml, and `llama_vocab::impl::load` in llama.cpp's src/l
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Never
 
@@ -46,6 +47,8 @@ def vocabulary(header: Header, path: Path) -> Vocabulary | None:
         if found and len(found) != len(words):
             refuse(key, f"has {len(found)} values, for {len(words)} words")
         arrays[key] = found
+    if not all(map(math.isfinite, arrays[_SCORES])):
+        refuse(_SCORES, "has a value that is not finite")
     merges = said.get(_MERGES, ())
     if not isinstance(merges, tuple) or (merges and type(merges[0]) is not str):
         refuse(_MERGES, "is not an array of strings")

@@ -9,6 +9,7 @@ the same names; Kimi-K2's is that of its tokenization_kimi.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -18,7 +19,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from ktinject.checkpoints.checkpoint import Vocabulary
 from ktinject.errors import CheckpointError, shown
 
-_CONTROL, _USERS = 3, 4
+_NORMAL, _CONTROL, _USERS = 1, 3, 4
+_MOST_UNMADE = 0.1  # of a vocabulary's words; those of published ones are nearly all made of pairs
 _BESIDE = "Put the model's tokenizer files beside the file."
 
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -134,15 +136,40 @@ def _numbers(vocabulary: Vocabulary) -> dict[str, int]:
     return found
 
 
+def _check_bytes(alphabet: Iterable[str], numbers: Mapping[str, int], where: str) -> None:
+    """Refuse a vocabulary that lacks words for single bytes: what they stand for in a text would be lost."""
+    if absent := sorted(set(alphabet) - numbers.keys()):
+        raise CheckpointError(
+            f"{where}: its tokenizer has no word for {len(absent)} of the 256 bytes, such as {shown(absent[0])}; text "
+            f"would be lost. {_BESIDE}"
+        )
+
+
+def _check_merges(vocabulary: Vocabulary, where: str) -> None:
+    """Refuse a vocabulary with words that no pair makes: text would be cut into smaller pieces than the model knows."""
+    types = vocabulary.types or (_NORMAL,) * len(vocabulary.words)
+    longer = [
+        word for word, kind in zip(vocabulary.words, types, strict=True) if kind == _NORMAL and len(word) > 1
+    ]
+    made = {first + second for first, second in vocabulary.merges}
+    unmade = sum(word not in made for word in longer)
+    if unmade > _MOST_UNMADE * len(longer):
+        raise CheckpointError(
+            f"{where}: {unmade:,} of {len(longer):,} words of its tokenizer are made by no merge; some merges are "
+            f"missing. {_BESIDE}"
+        )
+
+
 def _by_pairs(vocabulary: Vocabulary, where: str) -> tuple[Tokenizer, bool]:
     split = _SPLITS.get(vocabulary.split)
     if split is None:
         raise CheckpointError(
             f"{where}: its tokenizer cuts text as {shown(vocabulary.split)} does, which is not known. {_BESIDE}"
         )
-    made = Tokenizer(
-        algorithms.BPE(_numbers(vocabulary), list(vocabulary.merges), ignore_merges=split.words_first)
-    )
+    numbers = _numbers(vocabulary)
+    _check_bytes(pre_tokenizers.ByteLevel.alphabet(), numbers, where)
+    _check_merges(vocabulary, where)
+    made = Tokenizer(algorithms.BPE(numbers, list(vocabulary.merges), ignore_merges=split.words_first))
     if split.composed:
         made.normalizer = normalizers.NFC()
     cuts: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in split.expressions]
@@ -158,6 +185,7 @@ def _by_scores(vocabulary: Vocabulary, where: str) -> tuple[Tokenizer, bool]:
     if not vocabulary.scores:
         raise CheckpointError(f"{where}: its tokenizer has no scores. {_BESIDE}")
     numbers = _numbers(vocabulary)
+    _check_bytes([f"<0x{byte:02X}>" for byte in range(256)], numbers, where)
     pairs = []
     for word, number in numbers.items():
         cuts = ((word[:i], word[i:]) for i in range(1, len(word)))

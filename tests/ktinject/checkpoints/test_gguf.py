@@ -230,6 +230,9 @@ def test_parts_are_one_model(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
         CheckpointError, match=r"one of 3 files, of which are not there: m-00002-of-00003\.gguf\."
     ):
         Checkpoint.open(files[0])
+    nobody = files[0].rename(folder / "m-00000-of-00000.gguf")
+    with pytest.raises(CheckpointError, match=r"the name says part 0 of 0; they are counted from 1"):
+        Checkpoint.open(nobody)
 
 
 def split(whole: Path, folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from ktinject.errors import CheckpointError
 from ktinject.hf import gguf_tokenizer
 
 gguf = pytest.importorskip("gguf")
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TEXT = "The theory: they're 1234 things, and äöü or 日本語 — IT'S 12 in\n\n  the\tother.  <think>no</think>"
 CORPUS = [TEXT, "other theories, there, then, and others; it is what it is", "12 123 1234"] * 3
 
@@ -109,8 +110,7 @@ def test_words_with_scores(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split", sorted(gguf_tokenizer._SPLITS))
 def test_every_way_to_split_keeps_the_text(split: str, tmp_path: Path) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    found = options.load_tokenizer(written(tmp_path, alphabet, split=split))
+    found = options.load_tokenizer(written(tmp_path, ALPHABET, split=split))
     assert found.decode(found(TEXT, add_special_tokens=False)["input_ids"]) == TEXT
     pieces = [
         piece for piece, _ in found.backend_tokenizer.pre_tokenizer.pre_tokenize_str("it's 1234 日本 end")
@@ -124,7 +124,18 @@ def test_every_way_to_split_keeps_the_text(split: str, tmp_path: Path) -> None:
         ({"split": "nobody's"}, r"cuts text as \"nobody's\" does, which is not known"),
         ({"kind": "bert"}, "of kind 'bert'; gpt2 and llama are read"),
         ({"kind": "llama"}, "has no scores"),
-        ({"token_merges": ["a q"]}, "its tokenizer cannot be used: "),
+        ({"words": [*ALPHABET, "ab"], "token_merges": ["a q", "a b"]}, "its tokenizer cannot be used: "),
+        ({}, "no word for 254 of the 256 bytes, such as"),
+        ({"words": [*ALPHABET, "ab", "cd"]}, "2 of 2 words of its tokenizer are made by no merge"),
+        (
+            {"words": [*ALPHABET, "ab", "cd"], "token_merges": ["a b"]},
+            "1 of 2 words of its tokenizer are made by",
+        ),
+        (
+            {"kind": "llama", "token_scores": [0.0, -1.0]},
+            "no word for 256 of the 256 bytes, such as '<0x00>'",
+        ),
+        ({"kind": "llama", "token_scores": [0.0, float("nan")]}, "scores has a value that is not finite"),
         ({"token_merges": ["ab"]}, "has 'ab'; two words with a blank"),
         ({"token_types": [1]}, "has 1 values, for 2 words"),
         ({"eos_token_id": 2}, "eos_token_id is 2, of 2 words"),
@@ -132,4 +143,10 @@ def test_every_way_to_split_keeps_the_text(split: str, tmp_path: Path) -> None:
 )
 def test_vocabularies_that_are_refused(more: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
-        options.load_tokenizer(written(tmp_path, ["a", "b"], **more))
+        options.load_tokenizer(written(tmp_path, **{"words": ["a", "b"], **more}))
+
+
+def test_a_file_without_a_vocabulary_says_so(tmp_path: Path) -> None:
+    file = written(tmp_path, ["a"], kind="no_vocab")
+    with pytest.raises(CheckpointError, match=r"a\.gguf: it holds no tokenizer, nor does its folder"):
+        options.load_tokenizer(file)
