@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktinject import ending, machine
 from ktinject import rules as language
@@ -312,40 +312,63 @@ def load(
 
     path    a model folder with config.json and safetensors or GGUF, or a file in it; a .gguf file is enough by
             itself. Or the name of a model whose files are in the Hub's cache
-    rules   as `optimize` takes them; None: what config.json says (see `KTInjectConfig`), with its devices, budget and
-            variables where the call gives none; else "auto"
+    rules   as `optimize` takes them; None: what config.json states (see `KTInjectConfig`), with its devices, budget
+            and context where the call gives none, and its variables where the call gives no other value; else "auto"
     dtype   the type of everything that is not replaced; "auto": the config's, else what most tensors have
     others  as `optimize` takes them
     Returns the model, in evaluation mode; `model.ktinject` is the plan
     Raises  as `optimize`
     """
-    path = _folder(path)
+    path, _ = hub.find(path)
     with _old_objects_left_alone(), Checkpoint.open(path) as checkpoint:
         config = models.read_config(path, checkpoint)
-        said = models.said_of_us(config) if rules is None else None
-        model = models.meta_model(config, dtype, checkpoint)
-        if said is not None:
-            rules, check_tensors, tp = said.rules, check_tensors or said.check_tensors, tp or said.tp
-            devices = said.devices if devices is None else devices
-            budget = said.budget if budget is None and max_memory is None else budget
-            variables = said.variables if variables is None else variables
-            context = said.context if context is None else context
-            ignore = ignore or said.ignore or ()
-        return optimize(
-            model,
-            "auto" if rules is None else rules,
-            checkpoint=checkpoint,
+        arguments = with_stated(
+            config,
+            rules,
             devices=devices,
-            budget=budget,
-            progress=progress,
+            budget=one_budget(budget, max_memory),
             variables=variables,
-            check_tensors=check_tensors,
-            tp=tp,
             context=context,
-            max_memory=max_memory,
             ignore=ignore,
-            cache=cache,
         )
+        model = models.meta_model(config, dtype, checkpoint)
+        arguments["check_tensors"] |= check_tensors
+        arguments["tp"] |= tp
+        return optimize(model, checkpoint=checkpoint, progress=progress, cache=cache, **arguments)
+
+
+def with_stated(
+    config: PreTrainedConfig,
+    rules: Rules | None = None,
+    *,
+    devices: str | Sequence[str] | None = None,
+    budget: Budget | None = None,
+    variables: Mapping[str, Any] | None = None,
+    context: int | None = None,
+    ignore: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Arguments for `optimize`: those given, and for others what the model's config.json states.
+
+    Variables that are given are set on top of those that it states. Rules that are given replace all that it states.
+
+    Returns  rules, devices, budget, variables, check_tensors, tp, context, ignore
+    Raises   PlanError for what config.json states wrongly
+    """
+    stated = (models.said_of_us(config) if rules is None else None) or KTInjectConfig()
+    kept, given = dict(stated.variables or {}), dict(variables or {})
+    if not all("." in name for name in given):
+        # A stated argument of a rule would hide the variable that it was made of.
+        kept = {name: value for name, value in kept.items() if "." not in name}
+    return {
+        "rules": stated.rules if rules is None else rules,
+        "devices": stated.devices if devices is None else devices,
+        "budget": stated.budget if budget is None else budget,
+        "variables": {**kept, **given},
+        "check_tensors": stated.check_tensors,
+        "tp": stated.tp,
+        "context": stated.context if context is None else context,
+        "ignore": ignore or stated.ignore or (),
+    }
 
 
 def read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any] | None) -> RuleSet:
@@ -370,19 +393,7 @@ def _open(
         if not on_meta or not name or not (os.path.isdir(name) or name.endswith(".gguf")):
             return nullcontext(None)
         path = name
-    return Checkpoint.open(_folder(path), models.quantization(model.config))
-
-
-def _folder(path: str | os.PathLike[str]) -> Path:
-    if Path(path).exists():
-        return Path(path)
-    cached = hub.cached(os.fspath(path))
-    if cached is None:
-        raise CheckpointError(
-            f"{path}: no such folder or file; a checkpoint must be on this machine. "
-            "Download one with `hf download <name> --local-dir <folder>` and give the folder."
-        )
-    return cached
+    return Checkpoint.open(hub.find(path)[0], models.quantization(model.config))
 
 
 def _check_ready(model: PreTrainedModel, decided: Plan, source: Checkpoint | None) -> None:

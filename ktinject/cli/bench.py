@@ -17,7 +17,6 @@ import typer
 
 from ktinject.cli import options
 from ktinject.errors import PlanError
-from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -27,11 +26,10 @@ if TYPE_CHECKING:
 
 def command(
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
             metavar="MODEL",
-            exists=True,
-            help="A model folder or .gguf file; without it, give --shape.",
+            help="A model folder, a .gguf file, or a name in the Hub's cache; without it, give --shape.",
             autocompletion=options.files,
         ),
     ] = None,
@@ -42,7 +40,7 @@ def command(
     layers: Annotated[
         int | None, typer.Option("--layers", metavar="N", min=1, help="Take N layers of that shape.")
     ] = None,
-    rules: options.Rules = "auto",
+    rules: options.Rules = None,
     variables: options.Set = None,
     device: options.Device = None,
     budget: options.Budget = None,
@@ -143,15 +141,18 @@ def command(
         if not (is_default or prompts or writes or breakdown or trace):
             raise PlanError("-p and -n: no test is left. Give one of them a number other than 0.")
         options.load_plugins(plugins)
+        from ktinject.hf import hub
         from ktinject.tools import benchmark, evaluate
 
-        config = _config(model, shape, layers)
+        folder, name = (None, "") if model is None else hub.find(model)
+        config = _config(folder, shape, layers)
         if is_default:
             prompts = [count for count in (512, 2048) if count <= evaluate.longest_text(config)]
             writes = [128]
         benchmark.check_lengths(config, prompts or [], writes or [], depth)
         with options.one_voice(tp) as first:
-            title, swapped = _load(model, shape, layers, rules, variables, device, budget, tp, ignore)
+            arguments = options.arguments(config, rules, variables, device, budget, ignore=ignore)
+            title, swapped = _load(folder, name, shape, config, arguments, tp)
             found = benchmark.run(swapped, prompts or [], writes or [], repetitions, batch, depth)
             where = (
                 benchmark.profile(swapped, batch=batch, trace=trace if first else None)
@@ -172,8 +173,6 @@ def command(
 
 
 def _config(folder: Path | None, shape: str | None, layers: int | None) -> PreTrainedConfig:
-    from ktinject.checkpoints.checkpoint import Checkpoint
-    from ktinject.hf import models
     from ktinject.tools import random_models
 
     if folder is None:
@@ -181,40 +180,31 @@ def _config(folder: Path | None, shape: str | None, layers: int | None) -> PreTr
         return random_models.config(shape, layers)
     if layers is not None:
         raise PlanError("--layers is for --shape; a model folder has the layers it has.")
-    with Checkpoint.open(folder) as checkpoint:
-        return models.read_config(folder, checkpoint)
+    return options.read_config(folder)
 
 
 def _load(
     folder: Path | None,
+    name: str,
     shape: str | None,
-    layers: int | None,
-    rules: str,
-    variables: list[str] | None,
-    device: list[str] | None,
-    budget: list[str] | None,
+    config: PreTrainedConfig,
+    arguments: dict[str, Any],
     tp: bool,
-    ignore: list[str] | None,
 ) -> tuple[str, PreTrainedModel]:
     import torch
 
     import ktinject
     from ktinject.tools import random_models
 
-    kwargs: dict[str, Any] = {
-        "devices": device,
-        "budget": options.parse_sizes(budget, "--budget"),
-        "variables": parse_overrides(variables or []),
-        "tp": tp,
-    }
     if tp:
         torch.manual_seed(0)  # all processes read the same prompts
+    arguments["tp"] |= tp
     if folder is not None:
-        kwargs |= {"progress": sys.stderr.isatty(), "ignore": ignore or ()}
-        return folder.resolve().name, ktinject.load(folder, rules, **kwargs)
+        return name, ktinject.load(folder, progress=sys.stderr.isatty(), **arguments)
     assert shape is not None
-    config = random_models.config(shape, layers)
-    return f"{shape} ({config.num_hidden_layers} layers)", random_models.build(config, rules, **kwargs)
+    taken = {key: arguments[key] for key in ("devices", "budget", "variables", "tp")}
+    built = random_models.build(config, arguments["rules"], **taken)
+    return f"{shape} ({config.num_hidden_layers} layers)", built
 
 
 def _row(title: str, model: PreTrainedModel, result: Result) -> dict[str, Any]:

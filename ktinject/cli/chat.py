@@ -21,8 +21,8 @@ Plain = Annotated[bool, typer.Option("--plain", help="Show answers as they are w
 
 
 def command(
-    model: loaded.ModelOrName,
-    rules: options.RulesOrSaid = None,
+    model: options.Model,
+    rules: options.Rules = None,
     system: System = None,
     file: File = None,
     images: options.Images = None,

@@ -23,9 +23,9 @@ _COPIED = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".md", ".py")
 
 
 def command(
-    model: loaded.ModelOrName,
+    model: options.Model,
     out: Out,
-    rules: options.RulesOrSaid = None,
+    rules: options.Rules = None,
     variables: options.Set = None,
     budget: options.Budget = None,
     ignore: options.Ignore = None,

@@ -32,8 +32,8 @@ Variants = Annotated[
 Against = Annotated[
     str,
     typer.Option(
-        metavar="RULES",
-        help="Compare with the model under these rules, not with the unswapped model.",
+        metavar="RULES|MODEL",
+        help="Compare with the model under these rules, or with the unswapped model of another folder.",
         autocompletion=options.bundled_names,
     ),
 ]
@@ -69,6 +69,16 @@ Decode = Annotated[
 Window = Annotated[int, typer.Option("--window", metavar="N", min=2, help="Show the model N tokens at once.")]
 
 
+EvalDtype = Annotated[
+    options.Dtype | None,
+    typer.Option(
+        metavar="auto|float32|bfloat16|float16",
+        help="The type of everything that is not swapped; default: float32, and auto where weights are packed.",
+        show_default=False,
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Result:
     """One variant against the reference; no agreement without prompts."""
@@ -82,7 +92,7 @@ class Result:
 
 def command(
     model: options.Model,
-    rules: options.Rules = "auto",
+    rules: options.Rules = None,
     variables: options.Set = None,
     variants: Variants = None,
     against: Against = UNSWAPPED,
@@ -95,7 +105,7 @@ def command(
     device: options.Device = None,
     budget: options.Budget = None,
     ignore: options.Ignore = None,
-    dtype: options.RestDtype = "float32",
+    dtype: EvalDtype = None,
     plugins: options.Plugins = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -112,41 +122,49 @@ def command(
         from ktinject.tools import evaluate
 
         chosen = _variants(variables or [], variants or [])
-        text_file = text or _beside(model, "heldout.txt")
+        folder = options.find_model(model)
+        text_file = text or _beside(folder, "heldout.txt")
         if text_file is None:
             raise PlanError(f"{model}: there is no heldout.txt in it or beside it. Name a text: --text FILE.")
-        prompt_file = prompts or _beside(model, "prompts.jsonl")
-        tokenizer = options.load_tokenizer(model)
+        prompt_file = prompts or _beside(folder, "prompts.jsonl")
+        dtype = dtype or ("auto" if options.is_packed(folder) else "float32")
+        on_meta = options.build_on_meta(folder, dtype)
+        tokenizer = options.load_tokenizer(folder)
         ids = torch.tensor(
             tokenizer(options.read_text(text_file), add_special_tokens=False)["input_ids"][:tokens]
         )
-        places: dict[str, Any] = {
-            "devices": device,
-            "budget": options.parse_sizes(budget, "--budget"),
-            "ignore": ignore or (),
-        }
+
+        def arguments(rules: str | None, values: dict[str, Any], tell: bool = False) -> dict[str, Any]:
+            found = options.arguments(on_meta.config, rules, values, device, budget, ignore=ignore, tell=tell)
+            del found["check_tensors"], found["tp"]
+            return found
 
         # All that can be refused, before the first model is loaded.
-        on_meta = options.build_on_meta(model, dtype)
         evaluate.check_text(on_meta, ids, window)
         starts = (
             [] if prompt_file is None else options.read_prompts(tokenizer, prompt_file, on_meta, new_tokens)
         )
-        wanted: list[tuple[str, dict[str, Any]]] = [(rules, values) for values in chosen.values()]
-        for file, values in [*wanted, *([] if against == UNSWAPPED else [(against, {})])]:
-            ktinject.plan(on_meta, file, checkpoint=model, variables=values, **places).check()
+        wanted = {
+            name: arguments(rules, values, tell=not number)
+            for number, (name, values) in enumerate(chosen.items())
+        }
+        original = _original(folder, against)
+        under = arguments(against, {}) if original is None else None
+        for each in [*wanted.values(), *([] if under is None else [under])]:
+            ktinject.plan(on_meta, checkpoint=folder, **each).check()
 
         with Console(stderr=True).status(f"{against}: loading") as status:
-            if against == UNSWAPPED:
-                reference = _load_unswapped(model, device)
+            if under is None:
+                assert original is not None
+                reference = _load_unswapped(original, device)
             else:
-                reference = ktinject.load(model, against, dtype=dtype, progress=False, **places)
+                reference = ktinject.load(folder, dtype=dtype, progress=False, **under)
             status.update(f"{against}: writing")
             expected = [evaluate.greedy(reference, start, new_tokens) for start in starts]
             results = []
             for name, values in chosen.items():
                 status.update(f"{name}: loading")
-                swapped = ktinject.load(model, rules, dtype=dtype, variables=values, progress=False, **places)
+                swapped = ktinject.load(folder, dtype=dtype, progress=False, **wanted[name])
                 status.update(f"{name}: reading the text")
                 steps = _defers(reference) or _defers(swapped) if decode is None else decode
                 divergence = evaluate.divergence(reference, swapped, ids, window=window, decode=steps)
@@ -157,8 +175,8 @@ def command(
                 del swapped
         if as_json:
             about = {
-                "model": str(model),
-                "rules": rules,
+                "model": model,
+                "rules": next(iter(wanted.values()))["rules"],
                 "against": against,
                 "dtype": dtype,
                 "text": str(text_file),
@@ -172,6 +190,22 @@ def command(
         options.say(f"{counted}; {len(starts)} prompts, at most {new_tokens} new tokens each")
         if stepped := [result.variant for result in results if result.decode]:
             options.say(f"the text was read token by token for {', '.join(stepped)}")
+
+
+def _original(folder: Path, against: str) -> Path | None:
+    """The folder whose unswapped model is the reference; None where that is the model under other rules.
+
+    Raises  CheckpointError if transformers cannot read its weights
+    """
+    if against != UNSWAPPED and not (Path(against) / "config.json").is_file():
+        return None
+    original = folder if against == UNSWAPPED else Path(against)
+    if options.is_packed(original):
+        raise CheckpointError(
+            f"{original}: its weights are packed, and transformers reads plain ones. Compare with the model that it "
+            "was converted from: --against FOLDER."
+        )
+    return original
 
 
 def _defers(model: PreTrainedModel) -> bool:

@@ -9,7 +9,7 @@ import typer
 
 from ktinject.cli import options
 from ktinject.cli.plan import Machine
-from ktinject.rules import parse_overrides
+from ktinject.errors import CheckpointError, PlanError
 
 Out = Annotated[
     Path | None,
@@ -24,7 +24,7 @@ Out = Annotated[
 
 def command(
     model: options.Model,
-    rules: options.Rules = "auto",
+    rules: options.Rules = None,
     out: Out = None,
     variables: options.Set = None,
     device: options.Device = None,
@@ -48,18 +48,25 @@ def command(
         if out is not None:
             options.check_writable(out, "--out")
         options.load_plugins(plugins)
-        built = options.build_on_meta(model, dtype)
-        arguments: dict[str, Any] = {
-            "checkpoint": model,
-            "devices": device,
-            "budget": options.parse_sizes(budget, "--budget"),
-            "machine": options.parse_sizes(machine, "--machine"),
-            "context": context,
-            "ignore": ignore or (),
-        }
+        folder = options.find_model(model)
+        if options.is_packed(folder):
+            raise CheckpointError(
+                f"{folder}: its weights are packed in one format already. Give the model that it was converted from."
+            )
+        built = options.build_on_meta(folder, dtype)
+        arguments = options.arguments(built.config, rules, variables, device, budget, context, ignore)
+        del arguments["check_tensors"], arguments["tp"]  # of loading, and of several processes
+        base, given = arguments.pop("rules"), arguments.pop("variables")
+        if not isinstance(base, str):
+            raise PlanError(
+                f"{folder}/config.json states rules of its own, which no file can extend. Give --rules."
+            )
+        elsewhere = options.parse_sizes(machine, "--machine")
         found = fit.find(
-            lambda values: ktinject.plan(built, rules, **arguments, variables=values),
-            parse_overrides(variables or []),
+            lambda values: ktinject.plan(
+                built, base, checkpoint=folder, machine=elsewhere, variables=values, **arguments
+            ),
+            given,
         )
         words = _words(model, {"--rules": rules, "--context": context, "--dtype": dtype})
         for option, texts in {
@@ -69,18 +76,20 @@ def command(
             "--machine": machine,
         }.items():
             words += [word for text in texts or [] for word in (option, text)]
-        text = fit.rule_file(found, rules, words)
+        text = fit.rule_file(found, base, words)
         if out is not None:
             out.write_text(text, "utf-8")
     if as_json:
         options.show_json({"rules": text, "variables": found.variables, "plan": found.plan.to_dict()})
     elif out is None:
         typer.echo(text, nl=False)
+        for note in found.plan.notes:
+            typer.echo(f"ktinject: {note}", err=True)
     else:
         options.show(found.plan)
 
 
-def _words(model: Path, options_given: dict[str, Any]) -> list[str]:
+def _words(model: str, options_given: dict[str, Any]) -> list[str]:
     """The command that was called, without what is there by default."""
     given = {name: value for name, value in options_given.items() if value not in (None, "auto")}
-    return ["ktinject", "fit", str(model), *(str(word) for pair in given.items() for word in pair)]
+    return ["ktinject", "fit", model, *(str(word) for pair in given.items() for word in pair)]

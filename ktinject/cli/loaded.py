@@ -1,27 +1,13 @@
-"""What `chat` and `serve` begin with: a model that is loaded, from a folder or from the Hub's cache."""
+"""What `chat`, `serve` and `convert` begin with: a model that is loaded, from a folder or from the Hub's cache."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from ktinject.cli import options
-from ktinject.errors import CheckpointError
-from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-ModelOrName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A folder with config.json and weights, a .gguf file, or a name whose files are in the Hub's cache.",
-        autocompletion=options.files,
-    ),
-]
 
 
 def load(
@@ -38,32 +24,12 @@ def load(
 ) -> tuple[str, PreTrainedModel, PreTrainedTokenizerBase]:
     """What the options ask for: how the model is called, the model, its tokenizer. Raises as `ktinject.load`."""
     import ktinject
-
-    options.load_plugins(plugins)
-    folder, name = _folder(model)
-    tokenizer = options.load_tokenizer(folder)
-    loaded = ktinject.load(
-        folder,
-        rules,
-        devices=device,
-        budget=options.parse_sizes(budget, "--budget"),
-        dtype=dtype,
-        variables=parse_overrides(variables or []),
-        context=context,
-        ignore=ignore or (),
-        cache="auto" if cache == "auto" else None,
-    )
-    return name, loaded, tokenizer
-
-
-def _folder(model: str) -> tuple[Path, str]:
-    """Where a model is, and its name: of a snapshot in the cache, that of the repository."""
     from ktinject.hf import hub
 
-    if Path(model).exists():
-        return Path(model), Path(model).resolve().name
-    if (folder := hub.cached(model)) is not None:
-        return folder, model
-    raise CheckpointError(
-        f"{model}: no such folder or file here, and not in the Hub's cache. Download it with `hf download {model}`."
-    )
+    options.load_plugins(plugins)
+    folder, name = hub.find(model)
+    config = options.read_config(folder)
+    tokenizer = options.load_tokenizer(folder)
+    arguments = options.arguments(config, rules, variables, device, budget, context, ignore)
+    loaded = ktinject.load(folder, dtype=dtype, cache="auto" if cache == "auto" else None, **arguments)
+    return name, loaded, tokenizer

@@ -86,8 +86,12 @@ def measure_unswapped(
     device_map  as transformers takes it; None is the CPU
     Returns     the measurement, or why there is none
     """
+    from ktinject.cli import options
+
     if not (folder / "config.json").is_file():
         return "transformers alone loads a folder with config.json and safetensors"
+    if options.is_packed(folder):
+        return "transformers alone loads plain weights, and these are packed"
     request: dict[str, Any] = {
         "folder": str(folder),
         "prompt": prompt,

@@ -25,7 +25,7 @@ def command(
 
     with options.answers(as_json):
         options.load_plugins(plugins)
-        on_meta = options.build_on_meta(model, dtype)
+        on_meta = options.build_on_meta(options.find_model(model), dtype)
         narrow.routers(on_meta, None, None)
         found = catalogue.modules(on_meta)
     if as_json:

@@ -8,20 +8,21 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ktinject import rules
+from ktinject import rules as rule_language
 from ktinject.errors import CheckpointError, KTInjectError, PlanError
 from ktinject.grid import Lines
+from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def files(incomplete: str) -> list[str]:
@@ -31,33 +32,24 @@ def files(incomplete: str) -> list[str]:
 
 def bundled_names(incomplete: str) -> list[str]:
     """What completes a name of rules; where nothing does, the shell goes on with files."""
-    return [name for name in rules.bundled() if name.startswith(incomplete)]
+    return [name for name in rule_language.bundled() if name.startswith(incomplete)]
 
 
 Model = Annotated[
-    Path,
+    str,
     typer.Argument(
         metavar="MODEL",
-        exists=True,
-        help="A folder with config.json and weights, or a .gguf file.",
+        help="A folder with config.json and weights, a .gguf file, or a name whose files are in the Hub's cache.",
         autocompletion=files,
     ),
 ]
 Rules = Annotated[
-    str,
-    typer.Option(
-        "--rules",
-        metavar="RULES",
-        help="The name of bundled rules, or a rule file; auto serves any Mixture-of-Experts model.",
-        autocompletion=bundled_names,
-    ),
-]
-RulesOrSaid = Annotated[
     str | None,
     typer.Option(
         "--rules",
         metavar="RULES",
-        help="The name of bundled rules, or a rule file; by default what config.json says, else auto.",
+        help="The name of bundled rules, or a rule file; by default what config.json states, else auto, which serves "
+        "any Mixture-of-Experts model.",
         show_default=False,
         autocompletion=bundled_names,
     ),
@@ -150,8 +142,9 @@ TopP = Annotated[
 Seed = Annotated[
     int | None, typer.Option("--seed", metavar="N", min=0, help="The same N gives the same choices.")
 ]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 RestDtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
+    Dtype,
     typer.Option(
         metavar="auto|float32|bfloat16|float16",
         help="The type of everything that is not swapped; auto: what the checkpoint says.",
@@ -223,6 +216,51 @@ def parse_counts(texts: list[str] | None, option: str) -> list[int] | None:
     return [count for count in counts if count]
 
 
+def find_model(model: str) -> Path:
+    """The folder or file that MODEL stands for. Raises CheckpointError."""
+    from ktinject.hf import hub
+
+    return hub.find(model)[0]
+
+
+def arguments(
+    config: PreTrainedConfig,
+    rules: str | None,
+    variables: list[str] | Mapping[str, Any] | None = None,
+    device: list[str] | None = None,
+    budget: list[str] | None = None,
+    context: int | None = None,
+    ignore: list[str] | None = None,
+    tell: bool = True,
+) -> dict[str, Any]:
+    """The arguments of `optimize` that the options ask for; for others what config.json states.
+
+    tell    say on stderr what config.json states
+    Raises  PlanError, RuleError
+    """
+    from ktinject.hf import models
+    from ktinject.optimize import with_stated
+
+    values = variables if isinstance(variables, Mapping) else parse_overrides(variables or [])
+    found = with_stated(
+        config,
+        rules,
+        variables=values,
+        devices=device,
+        budget=parse_sizes(budget, "--budget"),
+        context=context,
+        ignore=ignore or (),
+    )
+    if tell and rules is None and (stated := models.said_of_us(config)) is not None:
+        texts = [f"rules {stated.rules if isinstance(stated.rules, str) else 'of its own'}"]
+        texts += [f"{name}={value}" for name, value in (stated.variables or {}).items()]
+        texts += [
+            f"{name}={getattr(stated, name)}" for name in ("devices", "budget") if getattr(stated, name)
+        ]
+        typer.echo(f"ktinject: config.json states {', '.join(texts)}", err=True)
+    return found
+
+
 def load_plugins(names: list[str] | None) -> None:
     """Import what registers operators: modules by name, as from the current folder, and .py files by path.
 
@@ -274,6 +312,23 @@ def _import_file(file: Path) -> None:
         raise
 
 
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The config of a folder or file. Raises CheckpointError."""
+    from ktinject.checkpoints.checkpoint import Checkpoint
+    from ktinject.hf import models
+
+    with Checkpoint.open(folder) as checkpoint:
+        return models.read_config(folder, checkpoint)
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether a folder has packed weights, as `ktinject convert` writes them. Raises CheckpointError."""
+    from ktinject.checkpoints.checkpoint import Checkpoint
+
+    with Checkpoint.open(folder) as checkpoint:
+        return checkpoint.packed is not None
+
+
 def build_on_meta(folder: Path, dtype: str = "auto") -> PreTrainedModel:
     """The model of a folder, without weights. Raises CheckpointError or PlanError."""
     from ktinject.checkpoints.checkpoint import Checkpoint
@@ -289,7 +344,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
     from ktinject.checkpoints import beside
     from ktinject.checkpoints.checkpoint import Checkpoint
-    from ktinject.hf import gguf_tokenizer
+    from ktinject.hf import gguf_tokenizer, tokenizers
 
     folder = path if path.is_dir() else path.parent
     beside.check_tokenizer(folder)
@@ -298,17 +353,22 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     ):
         with Checkpoint.open(path) as checkpoint:
             vocabulary = checkpoint.vocabulary()
-        if vocabulary is not None:
-            return gguf_tokenizer.tokenizer(vocabulary, str(path))
+        if vocabulary is None:
+            raise CheckpointError(
+                f"{path}: it holds no tokenizer, nor does its folder. Put the model's tokenizer.json into the folder."
+            )
+        return gguf_tokenizer.tokenizer(vocabulary, str(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizers.check(tokenizer)
+        # A folder without tokenizer files gives a tokenizer that knows no word.
+        knows_words = bool(tokenizer("text", add_special_tokens=False)["input_ids"])
     except Exception as error:  # transformers' own code on somebody's files
         raise CheckpointError(
             f"{folder}: its tokenizer cannot be used: {str(error).rstrip('. ')}. "
             "Put the model's tokenizer files into the folder."
         ) from error
-    # A folder without tokenizer files gives a tokenizer that knows no word.
-    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+    if not knows_words:
         raise CheckpointError(
             f"{folder}: there is no tokenizer. Put the model's tokenizer files into the folder."
         )

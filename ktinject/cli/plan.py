@@ -9,7 +9,6 @@ import typer
 
 from ktinject.cli import options
 from ktinject.errors import PlanError
-from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
     from ktinject.sglang.plan import ServerPlan
@@ -53,7 +52,7 @@ KtNumGpuExperts = Annotated[
 def command(
     context_of: typer.Context,
     model: options.Model,
-    rules: options.Rules = "auto",
+    rules: options.Rules = None,
     variables: options.Set = None,
     device: options.Device = None,
     budget: options.Budget = None,
@@ -78,7 +77,7 @@ def command(
     if kt_method is not None or kt_num_gpu_experts is not None:
         with options.answers(as_json):
             _refuse_others(context_of)
-            server = _plan_server(model, dtype, kt_method, kt_num_gpu_experts or 0)
+            server = _plan_server(options.find_model(model), dtype, kt_method, kt_num_gpu_experts or 0)
         if as_json:
             options.show_json(server.to_dict())
         else:
@@ -86,19 +85,19 @@ def command(
         return
     with options.answers(as_json):
         options.load_plugins(plugins)
-        on_meta = options.build_on_meta(model, dtype)
-        ruleset = read_rules(on_meta, rules, parse_overrides(variables or []))
+        folder = options.find_model(model)
+        on_meta = options.build_on_meta(folder, dtype)
+        arguments = options.arguments(on_meta.config, rules, variables, device, budget, context, ignore)
+        del arguments["check_tensors"], arguments["tp"]  # of loading, and of several processes
+        ruleset = read_rules(on_meta, arguments.pop("rules"), arguments.pop("variables"))
         made: ktinject.Plan | ktinject.KTInjectError
         try:
             made = ktinject.plan(
                 on_meta,
                 ruleset,
-                checkpoint=model,
-                devices=device,
-                budget=options.parse_sizes(budget, "--budget"),
-                context=context,
-                ignore=ignore or (),
+                checkpoint=folder,
                 machine=options.parse_sizes(machine, "--machine"),
+                **arguments,
             )
         except ktinject.KTInjectError as error:
             if explain is None:

@@ -11,7 +11,6 @@ import typer
 from ktinject.cli import options
 from ktinject.errors import PlanError
 from ktinject.hf import compat
-from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +33,7 @@ Out = Annotated[
         "--out",
         metavar="FILE",
         autocompletion=options.files,
-        help="Write here; default: profile.json in MODEL.",
+        help="Write here; default: NAME.profile.json, NAME being the model's.",
     ),
 ]
 
@@ -43,7 +42,7 @@ def command(
     model: options.Model,
     prompts: Prompts,
     out: Out = None,
-    rules: options.Rules = "auto",
+    rules: options.Rules = None,
     new_tokens: options.NewTokens = 64,
     variables: options.Set = None,
     device: options.Device = None,
@@ -62,27 +61,25 @@ def command(
         from rich.console import Console
 
         import ktinject
+        from ktinject.hf import hub
         from ktinject.operators import REGISTRY
 
-        target = out or (model if model.is_dir() else model.parent) / "profile.json"
+        folder, name = hub.find(model)
+        target = out or Path(f"{name.rpartition('/')[2]}.profile.json")
         if target.suffix != ".json":
             raise PlanError(f"--out {target}: rules know a profile by its name. Let it end in .json.")
         options.check_writable(target, "--out")
-        on_meta = options.build_on_meta(model, dtype)
-        starts = options.read_prompts(options.load_tokenizer(model), prompts, on_meta, new_tokens)
+        on_meta = options.build_on_meta(folder, dtype)
+        starts = options.read_prompts(options.load_tokenizer(folder), prompts, on_meta, new_tokens)
         if not starts:
             raise PlanError(f'{prompts}: there is no prompt in it. Write lines of {{"prompt": "…"}}.')
-        arguments: dict[str, Any] = {
-            "devices": device,
-            "budget": options.parse_sizes(budget, "--budget"),
-            "ignore": ignore or (),
-            "variables": parse_overrides(variables or []),
-        }
-        nothing = f"{rules}: no rule of it gives routed experts to an operator; there is nothing to count."
-        plan = ktinject.plan(on_meta, rules, checkpoint=model, **arguments)
+        arguments = options.arguments(on_meta.config, rules, variables, device, budget, ignore=ignore)
+        del arguments["check_tensors"], arguments["tp"]
+        nothing = f"{model}: no rule gives routed experts to an operator; there is nothing to count."
+        plan = ktinject.plan(on_meta, checkpoint=folder, **arguments)
         if not any(REGISTRY[replacement.operator].per_expert for replacement in plan.replacements):
             raise PlanError(nothing)
-        swapped = ktinject.load(model, rules, dtype=dtype, progress=False, **arguments)
+        swapped = ktinject.load(folder, dtype=dtype, progress=False, **arguments)
         counts: dict[str, Tensor] = {}
         _count(swapped, counts)
         if not counts:
@@ -95,7 +92,7 @@ def command(
         experts = {path: count.tolist() for path, count in counts.items()}
         _write(
             target,
-            {"version": 1, "model": str(model), "prompts": len(starts), "tokens": tokens, "experts": experts},
+            {"version": 1, "model": model, "prompts": len(starts), "tokens": tokens, "experts": experts},
         )
         covered = {share: coverage(experts, share) for share in SHARES}
         if as_json:

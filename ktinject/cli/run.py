@@ -12,7 +12,6 @@ import typer
 from ktinject.cli import options
 from ktinject.cli.measure import Measurement, measure, measure_unswapped, resident_bytes
 from ktinject.grid import Grid
-from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,7 +36,7 @@ CheckTensors = Annotated[
 
 def command(
     model: options.Model,
-    rules: options.Rules = "auto",
+    rules: options.Rules = None,
     prompt: Prompt = PROMPT,
     images: options.Images = None,
     new_tokens: options.NewTokens = 64,
@@ -61,29 +60,25 @@ def command(
     from ktinject.tools import evaluate
 
     options.load_plugins(plugins)
-    tokenizer = options.load_tokenizer(model)
-    arguments: dict[str, Any] = {
-        "checkpoint": model,
-        "devices": device,
-        "budget": options.parse_sizes(budget, "--budget"),
-        "context": context,
-        "ignore": ignore or (),
-        "variables": parse_overrides(variables or []),
-        "tp": tp,
-    }
+    folder = options.find_model(model)
+    config = options.read_config(folder)
+    tokenizer = options.load_tokenizer(folder)
+    arguments = options.arguments(config, rules, variables, device, budget, context, ignore)
+    arguments |= {"checkpoint": folder, "tp": tp}
+    check_tensors |= arguments.pop("check_tensors")
     with options.one_voice(tp) as first:
         before_bytes = resident_bytes()
-        swapped = options.build_on_meta(model, dtype)
+        swapped = options.build_on_meta(folder, dtype)
         if images and prompt == PROMPT:
             prompt = OF_PICTURES
         text, ids, more = (
-            _see(swapped, model, prompt, images) if images else (*_encode(tokenizer, prompt), {})
+            _see(swapped, folder, prompt, images) if images else (*_encode(tokenizer, prompt), {})
         )
         evaluate.check_prompt(swapped, torch.tensor(ids), new_tokens)
-        plan = ktinject.plan(swapped, rules, **arguments)
+        plan = ktinject.plan(swapped, **arguments)
         options.show(plan)
         kept: Any = {"cache": None if cache == "off" else cache, "check_tensors": check_tensors}
-        ktinject.optimize(swapped, rules, **arguments, **kept)
+        ktinject.optimize(swapped, **arguments, **kept)
 
         typer.echo(f"\n{prompt}", nl=text != prompt)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -95,7 +90,7 @@ def command(
             del swapped
             gc.collect()
             device_map = None if plan.device_map == {"": "cpu"} else "auto"
-            theirs = measure_unswapped(model, ids, new_tokens, dtype=dtype, device_map=device_map, more=more)
+            theirs = measure_unswapped(folder, ids, new_tokens, dtype=dtype, device_map=device_map, more=more)
             columns = {"unswapped": theirs, "swapped": ours}
         options.show(_table(columns))
         for title, value in columns.items():
@@ -114,14 +109,14 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[str, list[
 
 
 def _see(
-    swapped: PreTrainedModel, model: Path, prompt: str, images: list[Path]
+    swapped: PreTrainedModel, folder: Path, prompt: str, images: list[Path]
 ) -> tuple[str, list[int], dict[str, Any]]:
     """The same of a question about pictures, with what `generate` takes beside ids. Raises KTInjectError."""
     from ktinject.hf import pictures
 
     pictures.check_reads(swapped)
     message = {"role": "user", "content": prompt, "images": images}
-    return "", *pictures.encode(pictures.load_processor(model), [message])
+    return "", *pictures.encode(pictures.load_processor(folder), [message])
 
 
 def _table(columns: dict[str, Measurement | str]) -> Grid:

@@ -63,8 +63,8 @@ Key = Annotated[
 
 
 def command(
-    model: loaded.ModelOrName,
-    rules: options.RulesOrSaid = None,
+    model: options.Model,
+    rules: options.Rules = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     name: Name = None,

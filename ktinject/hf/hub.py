@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,36 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from ktinject.errors import CheckpointError
+from ktinject.rules.wording import did_you_mean
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # What loading reads: weights under transformers' own name, not those of other variants or programs.
 _READ = ("*.json", "model.safetensors", "model-*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+
+
+def find(model: str | os.PathLike[str]) -> tuple[Path, str]:
+    """Where a model is, and its name: that of the folder or file, or of the repository whose files are in the cache.
+
+    model   a folder, a file, or the name of a repository of the Hub
+    Raises  CheckpointError; a name that cannot be a repository's is taken for a path that was mistyped
+    """
+    path, name = Path(model), os.fspath(model)
+    if path.exists():
+        return path, path.resolve().name
+    if (folder := cached(name)) is not None:
+        return folder, name
+    if _NAME.fullmatch(name) and not path.parent.exists():
+        raise CheckpointError(
+            f"{name}: no such folder or file here, and not in the Hub's cache. Download it with `hf download {name}`."
+        )
+    # The nearest folder on the way that exists has what the name may stand for.
+    there = next(parent for parent in path.parents if parent.exists())
+    missing = path.relative_to(there).parts[0]
+    near = [entry.name for entry in there.iterdir()] if there.is_dir() else []
+    raise CheckpointError(
+        f"{name}: no such folder or file; {there.resolve()} has no {missing!r}. Give a model folder, a .gguf file, or "
+        f"the name of a model that `hf download` has put into the Hub's cache.{did_you_mean(missing, near)}"
+    )
 
 
 def cached(name: str) -> Path | None:

@@ -67,6 +67,10 @@ def save(
             del model.config.quantization_config
         else:
             model.config.quantization_config = there
+    # safetensors writes files that their owner alone may read; the packed one has the mode that new files have here.
+    mode = (folder / PACKED).stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode & 0o777)
 
 
 def _asked(plan: Plan, held: Mapping[str, Any]) -> dict[str, Any]:

@@ -221,6 +221,23 @@ def test_refused(ktinject, tiny_deepseek_v3, arguments, says):
     assert answer["ok"] is False and says in "\n".join(answer["problems"])
 
 
+def test_a_path_that_is_not_there(ktinject, tiny_deepseek_v3):
+    """A typo of a path is no name of the Hub; every command takes the latter."""
+    mistyped = tiny_deepseek_v3.with_name("tiny-deepseek")
+    said = ktinject("plan", mistyped, exit_code=2).stderr
+    assert "Did you mean 'tiny-deepseek-v3'?" in said and f"hf download {mistyped}" not in said
+    for command in ("plan", "fit", "run", "eval", "bench", "modules", "chat", "serve"):
+        said = ktinject(command, "nobody/nothing", exit_code=2).stderr
+        assert "Download it with `hf download nobody/nothing`" in said
+
+
+def test_what_is_asked_for_is_named(ktinject, tiny_deepseek_v3):
+    said = ktinject("plan", tiny_deepseek_v3, "--context", 999_999_999, exit_code=2)
+    assert "no room for 999,999,999 tokens" in said.stdout + said.stderr
+    cut = ktinject("fit", tiny_deepseek_v3, "--budget", "cpu=50000GiB")
+    assert "cpu: the budget is 50,000.0 GiB, and" in cut.stderr or "cpu: the budget is" in cut.stderr
+
+
 def test_no_model_in_the_folder(ktinject, tmp_path):
     assert str(tmp_path) in ktinject("plan", tmp_path, exit_code=2).stderr
 

@@ -62,16 +62,13 @@ def test_counts_are_those_of_the_router(as_json, tiny_qwen3_moe, tmp_path, promp
     assert found == want
 
 
-def test_the_table_and_the_default_place(ktinject, tiny_deepseek_v3, prompts):
+def test_the_table_and_the_default_place(ktinject, tiny_deepseek_v3, prompts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the model's folder may be the Hub's cache, or another's
     output = ktinject("profile", tiny_deepseek_v3, "--prompts", prompts, "--max-new-tokens", 4).stdout
-    file = tiny_deepseek_v3 / "profile.json"
-    try:
-        assert str(file) in output and "of the routing" in output
-        # The first layer is dense; the model sees the prompts and three of the four tokens it writes, if none ends it.
-        found = gpu_experts.read_profile(str(file))
-        assert [*found] == [f"model.layers.{layer}.mlp.experts" for layer in (1, 2)]
-    finally:
-        file.unlink()
+    assert "tiny-deepseek-v3.profile.json" in output and "of the routing" in output
+    # The first layer is dense; the model sees the prompts and three of the four tokens it writes, if none ends it.
+    found = gpu_experts.read_profile(str(tmp_path / "tiny-deepseek-v3.profile.json"))
+    assert [*found] == [f"model.layers.{layer}.mlp.experts" for layer in (1, 2)]
 
 
 def test_coverage():

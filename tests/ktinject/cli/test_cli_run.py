@@ -8,13 +8,14 @@ import os
 import re
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import prepared
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ktinject.cli import measure, run
+from ktinject.cli import measure, options, run
 from ktinject.cli.measure import Measurement, measure_unswapped
 
 
@@ -177,14 +178,49 @@ def test_a_gguf_file_is_enough(ktinject, tmp_path):
 
 
 def test_no_tokenizer(ktinject, tiny_qwen3_moe, tmp_path):
-    (tmp_path / "config.json").write_bytes((tiny_qwen3_moe / "config.json").read_bytes())
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(tiny_qwen3_moe / name)
     assert "there is no tokenizer" in ktinject("run", tmp_path, exit_code=2).stderr
 
 
-def test_broken_tokenizer(ktinject, tiny_qwen3_moe, tmp_path):
-    (tmp_path / "config.json").write_bytes((tiny_qwen3_moe / "config.json").read_bytes())
-    (tmp_path / "tokenizer.json").write_text("{")
-    assert "tokenizer cannot be used" in ktinject("run", tmp_path, exit_code=2).stderr
+def test_broken_tokenizer(ktinject, tiny_qwen3_moe, tmp_path, caplog):
+    """The file at fault is named, and nothing runs for long or is drawn at random."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(tiny_qwen3_moe / name)
+    words = json.loads((tiny_qwen3_moe / "tokenizer.json").read_text())
+    settings = json.loads((tiny_qwen3_moe / "tokenizer_config.json").read_text())
+
+    def told(tokenizer: Any = words, **others: Any) -> str:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer) if tokenizer else "{")
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | others))
+        return ktinject("run", tmp_path, exit_code=2).stderr
+
+    assert "tokenizer cannot be used" in told(None)
+    step = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 2000}
+    bomb = {"type": "Sequence", "normalizers": [step] * 3}
+    assert "its normalizer makes a text up to 8,000,000,000 times as long" in told(
+        words | {"normalizer": bomb}
+    )
+    assert "tokenizer_config.json: model_max_length is 'a'" in told(model_max_length="a")
+    dropping = words | {"model": words["model"] | {"dropout": 0.9}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(dropping))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = options.load_tokenizer(tmp_path)
+    text = "import unittest and a few more words"
+    assert found(text)["input_ids"] == options.load_tokenizer(tiny_qwen3_moe)(text)["input_ids"]
+    assert "has dropout 0.9, which cuts texts at random" in caplog.text
+
+
+def test_a_wrong_value_of_the_config_is_not_the_tokenizer_s_fault(ktinject, tiny_qwen3_moe, tmp_path):
+    assert "tokenizer" not in ktinject("run", tmp_path, exit_code=2).stderr
+    for file in tiny_qwen3_moe.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tiny_qwen3_moe / "config.json").read_text()) | {"hidden_size": "many"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for command in ("run", "chat", "serve"):
+        said = ktinject(command, tmp_path, exit_code=2).stderr
+        assert "config.json" in said and "hidden_size" in said and "tokenizer" not in said
 
 
 @pytest.fixture
