@@ -269,12 +269,10 @@ def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint, ignore: Se
     assert checkpoint.quantization == quantization, "the checkpoint was opened for another model"
     method = quantization.get("quant_method")
     if quantization and method not in checkpoint.methods:
-        is_mlx = method is None and {"bits", "group_size"} <= quantization.keys()
-        found = (
-            "says that the weights are in the format of MLX" if is_mlx else f"says quant_method {method!r}"
-        )
+        if method is None and {"bits", "group_size"} <= quantization.keys():
+            method = "mlx"  # which names none
         raise PlanError(
-            f"{checkpoint.path}: its config.json {found}; read are checkpoints in bf16, "
+            f"{checkpoint.path}: its config.json says quant_method {method!r}; read are checkpoints in bf16, "
             f"fp16, fp32 and {', '.join(checkpoint.methods)}. Use one of these, such as the original that it was "
             "made from."
         )

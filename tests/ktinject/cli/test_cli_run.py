@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -179,14 +180,14 @@ def test_a_gguf_file_is_enough(ktinject, tmp_path):
 
 def test_no_tokenizer(ktinject, tiny_qwen3_moe, tmp_path):
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(tiny_qwen3_moe / name)
+        shutil.copyfile(tiny_qwen3_moe / name, tmp_path / name)
     assert "there is no tokenizer" in ktinject("run", tmp_path, exit_code=2).stderr
 
 
 def test_broken_tokenizer(ktinject, tiny_qwen3_moe, tmp_path, caplog):
     """The file at fault is named, and nothing runs for long or is drawn at random."""
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(tiny_qwen3_moe / name)
+        shutil.copyfile(tiny_qwen3_moe / name, tmp_path / name)
     words = json.loads((tiny_qwen3_moe / "tokenizer.json").read_text())
     settings = json.loads((tiny_qwen3_moe / "tokenizer_config.json").read_text())
 
@@ -215,7 +216,7 @@ def test_a_wrong_value_of_the_config_is_not_the_tokenizer_s_fault(ktinject, tiny
     assert "tokenizer" not in ktinject("run", tmp_path, exit_code=2).stderr
     for file in tiny_qwen3_moe.iterdir():
         if file.name != "config.json":
-            (tmp_path / file.name).symlink_to(file)
+            shutil.copyfile(file, tmp_path / file.name)
     config = json.loads((tiny_qwen3_moe / "config.json").read_text()) | {"hidden_size": "many"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for command in ("run", "chat", "serve"):
