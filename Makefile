@@ -88,7 +88,7 @@ sanitize:
 	for kind in address,undefined thread; do \
 	  cmake -S . -B build/native-$$kind -DKTINJECT_NATIVE_TESTS=ON -DKTINJECT_CUDA=OFF -DKTINJECT_SANITIZE=$$kind \
 	  && cmake --build build/native-$$kind -j 2 \
-	  && for mode in forward plan pool dispatcher sharing allocations "churn $(CHURN)"; do \
+	  && for mode in forward plan pool teardown writes fuzz exit dispatcher sharing allocations "churn $(CHURN)"; do \
 	    TSAN_OPTIONS=die_after_fork=0 build/native-$$kind/native_test $$mode || exit 1; \
 	  done || exit 1; \
 	done

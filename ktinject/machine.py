@@ -6,9 +6,12 @@ absent.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import os
 import re
+import resource
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,8 +71,10 @@ class Machine:
     nodes                   every NUMA node, by id; one made-up node 0 where /sys does not say
     virtual_nodes           KTINJECT_NUMA
     memory_bytes            RAM, or the cgroup limit if that is smaller
-    memory_available_bytes  what can still be allocated within both
+    memory_available_bytes  what can still be allocated within both, and within `address_room_bytes`
     memory_limit_bytes      the cgroup limit, None without one
+    address_room_bytes      what RLIMIT_AS (`ulimit -v`) leaves this process, None without one
+    affinity_refused        why the system does not say which CPUs we may use; then `cpus` are all that are online
     huge_pages              state of transparent huge pages: always, madvise, never or absent
     cpu_features            instruction sets that CPU and operating system let us use
     amx_permission          granted, absent, or "refused: …"
@@ -97,6 +102,8 @@ class Machine:
     no_gpu: str
     cuda_built: bool
     versions: dict[str, str]
+    address_room_bytes: int | None = None
+    affinity_refused: str = ""
 
     @property
     def usable_nodes(self) -> tuple[Node, ...]:
@@ -120,10 +127,11 @@ def detect(
 
     root = Path(root)
     settings = env.settings()
-    cpus = tuple(sorted(os.sched_getaffinity(0) if affinity is None else affinity))
+    cpus = allowed_cpus() if affinity is None else tuple(sorted(affinity))
     quota = _cpu_quota(root)
     total, available = _memory(root)
     limit, left = _memory_limit(root)
+    addresses = _address_room()
     online = _cpu_list(_read(root / "sys/devices/system/cpu/online"))
     gpus, no_gpu = _gpus() if with_gpus else ((), "not looked for, as only the CPU was named")
     return Machine(
@@ -135,7 +143,11 @@ def detect(
         nodes=_nodes(root) or (Node(0, cpus, total, available),),
         virtual_nodes=settings.numa,
         memory_bytes=min(total, limit or total),
-        memory_available_bytes=available if limit is None else min(available, left),
+        memory_available_bytes=min(
+            available,
+            available if limit is None else left,
+            available if addresses is None else addresses,
+        ),
         memory_limit_bytes=limit,
         huge_pages=_huge_pages(root),
         cpu_features=dict(_native.cpu_features()),
@@ -150,6 +162,41 @@ def detect(
             "transformers": version("transformers"),  # importing it takes a second
             **({"CUDA": torch.version.cuda} if torch.version.cuda else {}),
         },
+        address_room_bytes=addresses,
+        affinity_refused=_native.affinity_refused() if affinity is None else "",
+    )
+
+
+def allowed_cpus() -> tuple[int, ...]:
+    """The CPUs that this process may run on, in order; all that are online where the system does not say."""
+    from ktinject import _native
+
+    if reason := _native.affinity_refused():
+        _warn_affinity(reason)
+    return tuple(_native.allowed_cpus())
+
+
+@functools.cache  # once a process
+def _warn_affinity(reason: str) -> None:
+    logging.getLogger("ktinject").warning(
+        "The system does not say which CPUs this process may use (sched_getaffinity: %s). All CPUs that are online "
+        "are used; set KTINJECT_THREADS if it has fewer. A container's seccomp profile may allow the call.",
+        reason,
+    )
+
+
+def no_memory(error: MemoryError) -> str:
+    """What a MemoryError means, in words: what was asked for if that is known, and what is left."""
+    from ktinject import _native
+
+    available, limit = _native.memory_headroom()
+    left = [f"{available / 2**20:,.0f} MiB of memory ({limit})"]
+    addresses = _address_room()
+    if addresses is not None:
+        left.append(f"{addresses / 2**20:,.0f} MiB of addresses (RLIMIT_AS, `ulimit -v`)")
+    what = str(error) or "an allocation failed"
+    return (
+        f"out of memory: {what}. Left to this process: {' and '.join(left)}. Raise the limit, or free memory."
     )
 
 
@@ -270,6 +317,15 @@ def _memory_limit(root: Path) -> tuple[int | None, int]:
         limits.append(limit)
         left.append(max(0, limit - max(0, used - cache)))
     return min(limits, default=None), min(left, default=0)
+
+
+def _address_room() -> int | None:
+    """Bytes of addresses that RLIMIT_AS leaves this process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    pages = _number(_read(Path("/proc/self/statm")).partition(" ")[0]) or 0
+    return max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str]:

@@ -255,9 +255,9 @@ class CpuExperts(Operator):
     def allocate(self) -> None:
         try:
             self.native.allocate()
-        except MemoryError:
+        except MemoryError as error:
             raise OperatorError(
-                f"{self.name}: no room for {self.native.bytes / 2**20:,.1f} MiB of packed experts. "
+                f"{self.name}: no room for {self.native.bytes / 2**20:,.1f} MiB of packed experts: {error}. "
                 "Choose smaller weights (int8, int4, mxfp4) or a machine with more memory."
             ) from None
         if self.native.not_placed:
@@ -291,6 +291,14 @@ class CpuExperts(Operator):
             views = routed_experts.views(self.spec, name, tensor.detach(), expert, part)
         except OperatorError as error:
             raise OperatorError(f"{self.name}: {error}") from None
+        if len(views) > 1 and self.config.weights != "bf16" and not self.native.absent(1):
+            # Of experts that are there, all that is written is new, or nothing: the core sees to it for one projection.
+            for projection, e, view in views:
+                if not projection.endswith("_bias") and not view.isfinite().all():
+                    raise OperatorError(
+                        f"{self.name}: {name}: expert {e}, {projection}: holds a NaN or an infinity, so it has no "
+                        "scale."
+                    )
         for projection, e, view in views:
             try:
                 self._pack(projection, e, view)

@@ -134,9 +134,9 @@ class CpuLinear(PackedLinear):
     def allocate(self) -> None:
         try:
             self.native.allocate()
-        except MemoryError:
+        except MemoryError as error:
             raise OperatorError(
-                f"cpu_linear: no room for {self.native.bytes / 2**20:.1f} MiB of packed weights. "
+                f"cpu_linear: no room for {self.native.bytes / 2**20:.1f} MiB of packed weights: {error}. "
                 "Choose smaller weights (int8, int4, mxfp4) or a machine with more memory."
             ) from None
 
@@ -194,8 +194,8 @@ class CpuLinear(PackedLinear):
             if name == "bias":
                 self.native.load_bias(tensor)
             else:
-                self._loaded_dtype = tensor.dtype
                 self.native.load(tensor)
+                self._loaded_dtype = tensor.dtype
         except ValueError as error:
             raise OperatorError(f"cpu_linear: {error}.") from None
 

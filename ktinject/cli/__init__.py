@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from ktinject import machine
 from ktinject.cli import (
     bench,
     cache,
@@ -41,6 +42,8 @@ class _Group(TyperGroup):
             return super().main(*args, **kwargs)
         except KTInjectError as error:
             _end(str(error), REFUSED)
+        except MemoryError as error:
+            _end(machine.no_memory(error), FAILED)
         except Exception as error:
             _end(f"failed: {type(error).__name__}: {error} (`ktinject -v …` shows where)", FAILED)
 

@@ -12,7 +12,6 @@ either way (benchmarks/bench_load.py measures both).
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-from ktinject import _native, env
+from ktinject import _native, env, machine
 from ktinject.generation.cpu import openmp
 
 Item = TypeVar("Item")
@@ -64,7 +63,7 @@ class Pace:
 
 def usual_threads() -> int:
     """0: the caller's own thread reads."""
-    return 0 if env.loads_in_one_thread() else min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    return 0 if env.loads_in_one_thread() else min(MOST_THREADS, len(machine.allowed_cpus()))
 
 
 def packing_threads() -> int:

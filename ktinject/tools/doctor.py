@@ -85,6 +85,8 @@ def _gib(size: int) -> str:
 
 def _explain_cpu(machine: Machine) -> Finding:
     reasons = []
+    if machine.affinity_refused:
+        reasons.append(f"the system does not say which CPUs are allowed ({machine.affinity_refused})")
     if len(machine.cpus) < machine.cpu_count:
         reasons.append(f"the affinity mask leaves {len(machine.cpus)} of {machine.cpu_count} CPUs")
     if machine.cpu_quota is not None:
@@ -97,11 +99,13 @@ def _explain_cpu(machine: Machine) -> Finding:
 
 
 def _explain_memory(machine: Machine) -> Finding:
-    limit = machine.memory_limit_bytes
-    reason = "" if limit is None else f"the cgroup limit is {_gib(limit)}"
-    return Finding(
-        "memory", _gib(machine.memory_bytes), f"{_gib(machine.memory_available_bytes)} available", reason
-    )
+    reasons = []
+    if machine.memory_limit_bytes is not None:
+        reasons.append(f"the cgroup limit is {_gib(machine.memory_limit_bytes)}")
+    if machine.address_room_bytes is not None:
+        reasons.append(f"RLIMIT_AS (ulimit -v) leaves {_gib(machine.address_room_bytes)} of addresses")
+    uses = f"{_gib(machine.memory_available_bytes)} available"
+    return Finding("memory", _gib(machine.memory_bytes), uses, "; ".join(reasons))
 
 
 def _explain_nodes(machine: Machine) -> Finding:

@@ -207,6 +207,7 @@ void CompressedIndex::forward(const float* x, const float* low, const Step& step
     for (int i = 0; i < most; ++i) places[static_cast<size_t>(i)] = order[static_cast<size_t>(i)].second;
     std::sort(places.begin(), places.end());
   }
+  runtime::give_back(order);
 }
 
 void CompressedIndex::score(const float* query, const float* weights, const Step& step, const std::byte* keys,

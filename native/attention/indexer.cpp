@@ -98,6 +98,7 @@ void Indexer::forward(const float* x, const float* low, const Step& step, const 
       std::sort(places.begin(), places.end());
       choice.is_all[static_cast<size_t>(row)] = false;
     }
+    runtime::give_back(order);
   }
   choice.position = step.position;
 }

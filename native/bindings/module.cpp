@@ -37,12 +37,16 @@ void refuse_with_gil() {
 
 }  // namespace
 
+// A function that does nothing. Made when the module is: making it runs code, and another thread may get the GIL
+// meanwhile, which would wait for a static variable's initialisation with it.
+static PyObject* nothing = nullptr;
+
 void raise_pending_signal() {
   nanobind::gil_scoped_acquire acquire;
+  const runtime::Denormals denormals(runtime::Denormals::kCount);  // Python computes as it always does
   if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
   // An exception that another thread sends this one (ktinject/ending.py) is raised by whatever code of Python runs
   // next.
-  static PyObject* const nothing = nanobind::eval("lambda: None", nanobind::dict()).release().ptr();
   nanobind::steal(PyObject_CallNoArgs(nothing));
   if (PyErr_Occurred() != nullptr) throw nanobind::python_error();
 }
@@ -71,6 +75,7 @@ nb::object exported(nb::handle source) noexcept {
 }  // namespace ktinject
 
 NB_MODULE(_native, m) {
+  ktinject::nothing = nanobind::eval("lambda: None", nanobind::dict()).release().ptr();
   ktinject::runtime::set_wait_guard(ktinject::refuse_with_gil);
   // A model that lives until the interpreter ends, as in any script, is no leak.
   nanobind::set_leak_warnings(false);

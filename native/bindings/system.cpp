@@ -10,6 +10,7 @@
 #include "gemm/ceilings.hpp"
 #include "runtime/alone.hpp"
 #include "runtime/cpu_features.hpp"
+#include "runtime/memory.hpp"
 #include "runtime/thread_pool.hpp"
 #include "runtime/trace.hpp"
 #include "runtime/uses.hpp"
@@ -57,6 +58,11 @@ void def_cpu(nb::module_& m) {
 }
 
 void def_threads(nb::module_& m) {
+  m.def("allowed_cpus", &runtime::allowed_cpus,
+        "CPUs that this process may run on; all that are online where the system "
+        "does not say.");
+  m.def("affinity_refused", &runtime::affinity_refused,
+        "Why the system does not say which CPUs this process may run on; empty where it does.");
   m.def("default_threads", &runtime::default_threads, "min(CPU affinity, cgroup quota).");
   m.def("set_threads", &runtime::set_threads, nb::arg("threads"), nb::arg("crowded") = false,
         "Threads that compute, the caller included; 0: default_threads(). No more than CPUs, unless `crowded`.");
@@ -82,11 +88,30 @@ void def_threads(nb::module_& m) {
       [](const std::string& root, const Sequence<int>& cpus, const Sequence<int>& mems) {
         nb::list rows;
         for (const runtime::Node& node : runtime::find_nodes(root, vector_of(cpus, "cpus"), vector_of(mems, "mems")))
-          rows.append(nb::make_tuple(node.id, node.cpus));
+          rows.append(nb::make_tuple(node.id, node.cpus, node.cores));
         return rows;
       },
       nb::arg("root"), nb::arg("cpus"), nb::arg("mems"),
-      "The same as read under another root, for these CPUs and nodes with memory ([]: all).");
+      "The same as read under another root, for these CPUs and nodes with memory ([]: all), with the first CPU of "
+      "each\n"
+      "CPU's core ([]: not known).");
+}
+
+void def_memory(nb::module_& m) {
+  auto room = [](const runtime::Headroom& found) { return nb::make_tuple(found.bytes, found.limit); };
+  m.def(
+      "memory_headroom", [room](const std::string& root) { return room(runtime::memory_headroom(root)); },
+      nb::arg("root") = "",
+      "(bytes that this process can still fill, the limit that leaves no more), as read under a root.");
+  m.def(
+      "address_headroom", [room] { return room(runtime::address_headroom()); }, "The same of addresses, by RLIMIT_AS.");
+  m.def(
+      "level2_share",
+      [](const std::string& root, const Sequence<int>& cpus) {
+        return runtime::level2_share(root, vector_of(cpus, "cpus"));
+      },
+      nb::arg("root"), nb::arg("cpus"),
+      "Bytes of the second cache for each of these CPUs, the least of all, as read under a root; 0: not known.");
 }
 
 void def_measurements(nb::module_& m) {
@@ -152,6 +177,7 @@ void def_cuda_devices(nb::module_& m) {
 void init_system(nb::module_& m) {
   def_cpu(m);
   def_threads(m);
+  def_memory(m);
   def_measurements(m);
   def_cuda_devices(m);
 }

@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include "runtime/denormals.hpp"
 #include "runtime/waiting.hpp"
 
 namespace ktinject {
@@ -15,6 +16,7 @@ void raise_pending_signal();
 class WithoutGil {
   nanobind::gil_scoped_release release_;
   runtime::Interruptible interruptible_{raise_pending_signal};
+  runtime::Denormals denormals_{runtime::Denormals::kZero};
 };
 
 // T, whose destructor waits. Bound functions that are lambdas take this as `self`: Python does not know T.

@@ -30,7 +30,10 @@ class Twister {
     uint64_t next, word;
     std::memcpy(&left, bytes + 8, sizeof left);
     std::memcpy(&next, bytes + 16, sizeof next);
-    if (left < 1 || left > gemm::kMersenneWords || next > static_cast<uint64_t>(gemm::kMersenneWords))
+    // Together, too: the words from `next` on are those that are left.
+    constexpr auto kWordsOfState = static_cast<uint64_t>(gemm::kMersenneWords);
+    if (left < 1 || left > gemm::kMersenneWords || next > kWordsOfState ||
+        next + static_cast<uint64_t>(left) > kWordsOfState + 1)
       throw std::invalid_argument("generator: not the state of torch's generator on the CPU");
     left_ = left - 1;
     next_ = static_cast<int>(next);

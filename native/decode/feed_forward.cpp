@@ -250,24 +250,29 @@ void Mixture::run_experts(const float* x, const int32_t* ids, const float* weigh
 
 void Mixture::run_scaled(const float* x, const int32_t* ids, const float* weights, DType dtype, int batch,
                          float* out) const {
+  using attention::product;
   const gemm::StepOps& ops = gemm::step_ops();
   const int hidden = this->hidden(), top_k = router_.top_k, rows = batch * top_k;
   runtime::Arrays arrays;
-  const size_t given_at = arrays.take(static_cast<size_t>(rows * hidden)),
-               found_at = arrays.take(static_cast<size_t>(rows * hidden)),
+  const size_t given_at = arrays.take(product(rows, hidden)), found_at = arrays.take(product(rows, hidden)),
                ones_at = arrays.take(static_cast<size_t>(rows));
   const runtime::Scratch memory(arrays.count());
   float *given = memory + given_at, *found = memory + found_at, *ones = memory + ones_at;
-  for (int row = 0; row < rows; ++row)
-    for (int i = 0; i < hidden; ++i) given[row * hidden + i] = x[row / top_k * hidden + i] * weights[row];
-  ops.round(given, rows * hidden, dtype);
+  for (int row = 0; row < rows; ++row) {
+    const float* from = x + product(row / top_k, hidden);
+    float* to = given + product(row, hidden);
+    for (int i = 0; i < hidden; ++i) to[i] = from[i] * weights[row];
+    ops.round(to, hidden, dtype);
+  }
   std::fill_n(ones, rows, 1.0f);
   experts_.forward(given, DType::f32, ids, ones, rows, 1, found);
-  ops.round(found, rows * hidden, dtype);
-  std::fill_n(out, batch * hidden, 0.0f);
-  for (int row = 0; row < rows; ++row)
-    for (int i = 0; i < hidden; ++i) out[row / top_k * hidden + i] += found[row * hidden + i];
-  ops.round(out, batch * hidden, dtype);
+  std::fill_n(out, product(batch, hidden), 0.0f);
+  for (int row = 0; row < rows; ++row) {
+    float *from = found + product(row, hidden), *to = out + product(row / top_k, hidden);
+    ops.round(from, hidden, dtype);
+    for (int i = 0; i < hidden; ++i) to[i] += from[i];
+  }
+  for (int row = 0; row < batch; ++row) ops.round(out + product(row, hidden), hidden, dtype);
 }
 
 void Mixture::route(const float* x, DType dtype, int batch, const Rows& rows, int32_t* ids, float* weights) const {
@@ -275,8 +280,8 @@ void Mixture::route(const float* x, DType dtype, int batch, const Rows& rows, in
   const int count = experts_.config().experts, hidden = this->hidden(), top_k = router_.top_k;
   const bool changes = router_.norm.weight != nullptr || router_.input_factor != 1.0f;
   runtime::Arrays arrays;
-  const size_t logits_at = arrays.take(static_cast<size_t>(batch * count)),
-               given_at = arrays.take(changes ? static_cast<size_t>(batch * hidden) : 0);
+  const size_t logits_at = arrays.take(attention::product(batch, count)),
+               given_at = arrays.take(changes ? attention::product(batch, hidden) : 0);
   const runtime::Scratch memory(arrays.count());
   float *logits = memory + logits_at, *given = memory + given_at;
   if (changes) {

@@ -96,17 +96,18 @@ static void pack_prompt_values(const AttendPrompt& task, int first, int count, i
 
 enum class Seen { none, some, all };
 
-// What tokens see of `count` keys from `first` on; where that is a part, `added` [tokens, kPromptKeys] is what is added
-// to their scores: minus infinity for what is hidden.
+// How many of `count` keys from `first` on a token sees; where a mask says which, all of them.
+static inline int prompt_seen(const AttendPrompt& task, int token, int first, int count) {
+  if (task.mask != nullptr) return count;
+  const int seen = task.seen + token + 1 - first;
+  return seen < 0 ? 0 : seen < count ? seen : count;
+}
+
+// What a mask lets tokens see of `count` keys from `first` on; where that is a part, `added` [tokens, kPromptKeys] is
+// what is added to their scores: minus infinity for what is hidden.
 static Seen prompt_mask(const AttendPrompt& task, int first, int count, float* added) {
   const float never = -__builtin_inff();
-  if (task.mask == nullptr) {
-    if (first > task.seen + task.tokens - 1) return Seen::none;
-    if (first + count <= task.seen + 1) return Seen::all;
-    for (int t = 0; t < task.tokens; ++t)
-      for (int j = 0; j < count; ++j) added[t * kPromptKeys + j] = first + j <= task.seen + t ? 0.0f : never;
-    return Seen::some;
-  }
+  if (task.mask == nullptr) return first > task.seen + task.tokens - 1 ? Seen::none : Seen::all;
   int hidden = 0, plain = 0;
   for (int t = 0; t < task.tokens; ++t) {
     float* to = added + t * kPromptKeys;
@@ -124,8 +125,8 @@ static Seen prompt_mask(const AttendPrompt& task, int first, int count, float* a
   return plain == task.tokens * count ? Seen::all : Seen::some;
 }
 
-// exp_of each, of what is not above 0; minus infinity gives 0. In vectors, since the compiler makes branches of
-// comparisons of floats in a loop.
+// exp_of each, of what is not above 0; minus infinity gives 0, NaN itself. In vectors, since the compiler makes
+// branches of comparisons of floats in a loop.
 static inline Vector weights_of(const Vector& x) {
   const Vector low = x > -87.0f ? x : Vector{} - 87.0f, shifted = low * 1.44269504088896341f + 12582912.0f;
   const Vector n = shifted - 12582912.0f;
@@ -141,11 +142,11 @@ static inline Vector weights_of(const Vector& x) {
   __builtin_memcpy(&exponent, &shifted, sizeof p);
   bits += (exponent - 0x4b400000) << 23;
   __builtin_memcpy(&p, &bits, sizeof p);
-  return x > -__builtin_inff() ? p : Vector{};
+  return x > -__builtin_inff() ? p : (x < 0.0f ? Vector{} : x);
 }
 
-// Scores of a row become weights, whose sum and greatest score are kept. Gives the factor by which what was added up
-// before shrinks.
+// Scores of a row, the first `count` of which count, become weights, whose sum and greatest score are kept. Gives the
+// factor by which what was added up before shrinks. A score that is NaN makes the sum NaN, and so all that comes of it.
 static float weigh_row(float* score, const float* added, int count, float* top, float* sum) {
   const float never = -__builtin_inff();
   for (int j = count; j < kPromptKeys; ++j) score[j] = never;
@@ -159,9 +160,13 @@ static float weigh_row(float* score, const float* added, int count, float* top, 
   float lanes[kVector], greatest_score = *top;
   put_vector(lanes, most);
   for (int l = 0; l < kVector; ++l) greatest_score = lanes[l] > greatest_score ? lanes[l] : greatest_score;
-  if (greatest_score == never) {  // nothing was seen yet
+  if (greatest_score == never) {  // nothing was seen yet, or nothing but NaN, which no comparison finds
+    bool is_nan = false;
+    for (int j = 0; j < count; ++j) is_nan |= score[j] != score[j];
     for (int j = 0; j < kPromptKeys; ++j) score[j] = 0.0f;
-    return 0.0f;
+    if (!is_nan) return 0.0f;
+    *sum = *top = score[0] = __builtin_nanf("");
+    return *sum;
   }
   Vector all = {};
   for (int j = 0; j < kPromptKeys; j += kVector) {
@@ -178,7 +183,7 @@ static float weigh_row(float* score, const float* added, int count, float* top, 
   return factor;
 }
 
-// Rows are [tokens, heads]. Gives whether every one saw a key or has a sink.
+// Rows are [tokens, heads]. Gives whether every one saw a key or has a sink; what that one holds may be NaN.
 static bool attend_prompt(const AttendPrompt& task) {
   const PromptSpace space(task);
   const int rows = task.tokens * task.heads;
@@ -208,8 +213,8 @@ static bool attend_prompt(const AttendPrompt& task) {
     multiply_panels(q, task.d, space.rows, panels, task.d, kPromptKeys, nullptr, scores);
     for (int r = 0; r < rows; ++r)
       factor[r] =
-          weigh_row(scores + r * kPromptKeys, seen == Seen::all ? nullptr : added + r / task.heads * kPromptKeys, count,
-                    top + r, sum + r);
+          weigh_row(scores + r * kPromptKeys, seen == Seen::all ? nullptr : added + r / task.heads * kPromptKeys,
+                    prompt_seen(task, r / task.heads, first, count), top + r, sum + r);
     pack_prompt_values(task, first, count, space.width, row, panels);
     multiply_panels(scores, kPromptKeys, space.rows, panels, count, space.width, factor, out);
   }
@@ -222,8 +227,8 @@ static bool attend_prompt(const AttendPrompt& task) {
       part = top[r] == never ? 0.0f : exp_of(top[r] - most);
       all = all * part + exp_of(sink - most);
     }
-    is_whole &= all > 0.0f;
-    const float inverse = all > 0.0f ? part / all : 0.0f;
+    is_whole &= all != 0.0f;
+    const float inverse = all != 0.0f ? part / all : 0.0f;
     float* one = out + r * space.width;
     for (int i = 0; i < task.dv; ++i) one[i] *= inverse;
     store(one, task.dv, task.dtype,

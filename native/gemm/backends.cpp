@@ -186,8 +186,10 @@ std::atomic<bool> takes_outliers{true};
 }  // namespace
 
 std::span<const Kernel> kernel_table() {
-  static const std::vector<Kernel> table = [] {
-    std::vector<Kernel> rows;
+  // Never freed: a thread that was let go, as the dispatcher's is, may choose kernels while the process ends.
+  static const std::vector<Kernel>& table = *[] {
+    auto* const made = new std::vector<Kernel>;
+    std::vector<Kernel>& rows = *made;
     for (const Backend& one : kBackends)
       for (const FormatName& format : kFormatNames) {
         const Gemm& gemm = one.gemm[static_cast<int>(format.format)];
@@ -195,7 +197,7 @@ std::span<const Kernel> kernel_table() {
           rows.push_back({std::string(one.name) + "_" + format.name, format.format, one.isa | gemm.isa, gemm.min_rows,
                           gemm.multiply, &one});
       }
-    return rows;
+    return made;
   }();
   return table;
 }

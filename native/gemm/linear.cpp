@@ -72,9 +72,11 @@ template <class Pack>
 void Linear::load_as(int n, int k, const Pack& pack) {
   const runtime::Session workers;
   check({nullptr, DType::f32, n, k, 0, 0}, config_.in_features, "weight");
-  has_weight_ = false;  // what an error leaves is no weight
-  const PanelRun whole[] = {{0, matrix_.panels, data_.data()}};
+  // A weight that is there stays as it is until all of the new one is packed: packing may end by an error.
+  runtime::Block fresh = has_weight_ ? runtime::Block(matrix_.bytes()) : runtime::Block();
+  const PanelRun whole[] = {{0, matrix_.panels, has_weight_ ? fresh.data() : data_.data()}};
   pack(*workers, paired_tiles, whole, "weight");
+  if (has_weight_) data_ = std::move(fresh);
   has_weight_ = true;
 }
 
@@ -182,6 +184,9 @@ size_t Linear::alike(std::span<const Product> products) {
 
 Linear::Tasks::Tasks(runtime::ThreadPool& workers, std::span<const Product> products, DType dtype, int rows, int place)
     : product_count_(products.size()), dtype_(dtype), row_blocks_((rows + kMostRows - 1) / kMostRows) {
+  if (products.size() > kMostTogether)
+    throw std::invalid_argument("products of one input: found " + std::to_string(products.size()) +
+                                "; allowed: at most " + std::to_string(kMostTogether));
   std::copy(products.begin(), products.end(), products_.begin());
   for (size_t first = 0; first < product_count_;) {
     const size_t last = first + alike(products.subspan(first));
@@ -203,6 +208,8 @@ Linear::Tasks::Group Linear::Tasks::group_of(runtime::ThreadPool& workers, size_
   for (size_t i = first; i < last; ++i) {
     const Linear& linear = *products_[i].linear;
     if (linear.data_.data() == nullptr) throw std::invalid_argument("forward before allocate()");
+    if (!linear.has_weight_ || linear.has_bias_ != linear.config_.has_bias)
+      throw std::invalid_argument(std::string("forward: never loaded: ") + (linear.has_weight_ ? "bias" : "weight"));
     scratch = std::max(scratch, scratch_bytes(linear.matrix_));
     panels += linear.matrix_.panels;
   }

@@ -38,7 +38,8 @@ class Linear {
 
   // Once. Throws std::bad_alloc.
   void allocate();
-  // weight [out, in]. Throws std::domain_error when a row holds a NaN or an infinity and the format has scales.
+  // weight [out, in]. Throws std::domain_error when a row holds a NaN or an infinity and the format has scales. Of a
+  // layer that has a weight, an error leaves that one as it was.
   void load(const Source& weight);
   // The same from what a checkpoint stores, for a layer of that format; see gemm/pack.hpp.
   void load_fp8(const Fp8Source& weight);
@@ -61,7 +62,8 @@ class Linear {
   void unpack(float* out) const;
   void unpack_bias(float* out) const;
 
-  // y [rows, out] = x [rows, in] times the weight transposed, plus bias; both of `dtype`, contiguous.
+  // y [rows, out] = x [rows, in] times the weight transposed, plus bias; both of `dtype`, contiguous. Throws
+  // std::invalid_argument for a layer whose weight or bias was never loaded.
   void forward(const void* x, DType dtype, int rows, void* y) const;
 
   struct Product {
@@ -78,7 +80,8 @@ class Linear {
   // Such a product as tasks of a call of the pool, of which it may be a part. Within a Session, which outlives this.
   class Tasks {
    public:
-    // products: at most kMostTogether. Of those that live at once each has a `place`, from 0 on, of the pool's memory.
+    // products: at most kMostTogether, else std::invalid_argument. Of those that live at once each has a `place`, from
+    // 0 on, of the pool's memory.
     Tasks(runtime::ThreadPool& workers, std::span<const Product> products, DType dtype, int rows, int place = 0);
 
     // So little that waking workers would cost more.

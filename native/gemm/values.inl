@@ -61,6 +61,7 @@ static inline float load_value(const Bf16* x) { return from_bf16(x->bits); }
 static inline float load_value(const F16* x) { return from_f16(x->bits); }
 
 // exp(x), relative error below 2e-7, no branches. Powers of two by exponent bits, the rest by a degree 6 polynomial.
+// NaN stays NaN: the last sum is with 0 for all else, and what NaN has in its low bits might have become an exponent.
 static inline float exp_of(float x) {
   x = x > 88.0f ? 88.0f : x;
   x = x < -87.0f ? -87.0f : x;
@@ -75,7 +76,7 @@ static inline float exp_of(float x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  return as_float(as_bits(p) + ((as_bits(shifted) - 0x4b400000u) << 23));
+  return as_float(as_bits(p) + ((as_bits(shifted) - 0x4b400000u) << 23)) + (x - x);
 }
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_of(-x)); }

@@ -16,6 +16,7 @@
 #include <thread>
 #include <utility>
 
+#include "runtime/denormals.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::handoff {
@@ -179,6 +180,7 @@ Work* Dispatcher::find(uint32_t address) {
 }
 
 void Dispatcher::loop() {
+  const runtime::Denormals zero(runtime::Denormals::kZero);
   // This thread is not pinned: it may be the one that starts the pool, and threads inherit the mask of their creator.
   pthread_setname_np(pthread_self(), "kt-dispatcher");
   prctl(PR_SET_TIMERSLACK, 1000);  // a nap of 50 us would else take twice as long

@@ -42,6 +42,7 @@ Experts::Experts(ExpertsConfig config)
            (config_.hidden_size + gemm::kPanel - 1) / gemm::kPanel,
            config_.symmetric};
   loaded_.assign(static_cast<size_t>(config_.experts) * 3 * 2, 0);
+  absent_ = static_cast<size_t>(config_.experts) * absent_of(0).size();
   released_ = std::vector<std::atomic<uint8_t>>(static_cast<size_t>(config_.experts));
 
   const std::vector<runtime::Node> there = runtime::nodes();
@@ -147,6 +148,7 @@ void Experts::repeat(int expert) {
   const auto marks = static_cast<ptrdiff_t>(loaded_.size()) / config_.experts;
   for (ptrdiff_t e = 0; e < config_.experts; ++e)
     if (e != expert) std::copy_n(loaded_.begin() + expert * marks, marks, loaded_.begin() + e * marks);
+  absent_ = static_cast<size_t>(config_.experts) * absent_of(expert).size();
   for (auto& one : released_) one = 0;
 }
 

@@ -98,7 +98,7 @@ class Experts {
   // Once; whoever knows where the memory lies may go on using it. Throws std::bad_alloc.
   void allocate();
   // Packs one projection of one expert; without a gate the first projection is `up`. Throws std::domain_error when a
-  // row holds a NaN or an infinity and the format has scales.
+  // row holds a NaN or an infinity and the format has scales. Where it was loaded before, an error leaves it as it was.
   void load(Projection projection, int expert, const gemm::Source& source);
   // The same from fp8 codes, for fp8 weights: they are kept bit by bit. Throws std::domain_error for NaN and for scales
   // out of range.
@@ -120,7 +120,7 @@ class Experts {
   }
   // Bytes of RAM that release() of an expert gives back, at least.
   size_t released_bytes() const;
-  // Every projection (and bias) that load() has not been called for, as "expert 3 up", at most `limit` of them.
+  // Every projection (and bias) that has not been loaded, as "expert 3 up", at most `limit` of them.
   std::vector<std::string> absent(size_t limit) const;
 
   // out [n, k] fp32 = the dequantised weight; bias [n].
@@ -144,7 +144,8 @@ class Experts {
   size_t workspace_bytes(size_t tokens, int top_k) const;
 
   // out [tokens, hidden] = sum over the token's experts of weight * expert(x). Ids below 0 and equal to `experts` are
-  // skipped. Throws std::out_of_range for other ids, before anything is written.
+  // skipped. Throws std::out_of_range for other ids, before anything is written, and std::invalid_argument for experts
+  // that are not wholly loaded.
   template <class Id>
   void forward(const void* x, DType dtype, const Id* ids, const float* weights, int tokens, int top_k, void* out) const;
 
@@ -156,6 +157,10 @@ class Experts {
 
  private:
   friend class MoeExecutor;
+  std::vector<std::string> absent_of(int expert) const;
+  // Throws where one of these experts is not wholly loaded.
+  template <class Id>
+  void refuse_unloaded(const Id* ids, size_t slots) const;
   static size_t mark_of(Projection projection, int expert, bool bias) {
     return (static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2 + (bias ? 1 : 0);
   }
@@ -192,6 +197,7 @@ class Experts {
   runtime::Block down_bias_;     // float [experts, panels * 32]
   mutable Guesses guesses_;
   std::vector<uint8_t> loaded_;  // [experts][projection][weight, bias]
+  size_t absent_ = 0;            // of these that there should be
   // [experts]: was loaded, and is not in RAM. A call looks before it has the pool, while another may load.
   std::vector<std::atomic<uint8_t>> released_;
 };

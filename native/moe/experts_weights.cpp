@@ -1,6 +1,8 @@
 // The weights of experts: checked, packed, and given back.
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "moe/experts.hpp"
 #include "runtime/thread_pool.hpp"
@@ -62,9 +64,26 @@ void Experts::load_as(Projection projection, int expert, int n, int k, const Pac
   check(projection, expert, n, k, false);
   if (is_released(expert))
     throw std::invalid_argument(title(projection, expert) + ": the expert was loaded before, and has left RAM since");
-  mark(projection, expert, false) = 0;  // what an error leaves is no weight
-  pack(*workers, tiles_of(config_, projection), runs_of(projection, expert), title(projection, expert));
-  mark(projection, expert, false) = 1;
+  const std::vector<gemm::PanelRun> runs = runs_of(projection, expert);
+  uint8_t& is_loaded = mark(projection, expert, false);
+  if (is_loaded == 0) {
+    pack(*workers, tiles_of(config_, projection), runs, title(projection, expert));
+    is_loaded = 1;
+    --absent_;
+    return;
+  }
+  // A weight that is there stays as it is until all of the new one is packed: packing may end by an error. The panels
+  // may hold another projection's outputs, too, and stay where they are: their memory may be known to a GPU.
+  const gemm::Matrix& matrix = matrix_of(projection);
+  const auto bytes_of = [&](int panels) { return static_cast<size_t>(panels) * matrix.panel_bytes(); };
+  runtime::Block copy(matrix.bytes());
+  std::vector<gemm::PanelRun> copies = runs;
+  for (gemm::PanelRun& run : copies) {
+    const std::byte* const from = std::exchange(run.data, copy.data() + bytes_of(run.first));
+    std::memcpy(run.data, from, bytes_of(run.panels));
+  }
+  pack(*workers, tiles_of(config_, projection), copies, title(projection, expert));
+  for (size_t i = 0; i < runs.size(); ++i) std::memcpy(runs[i].data, copies[i].data, bytes_of(runs[i].panels));
 }
 
 void Experts::load(Projection projection, int expert, const gemm::Source& source) {
@@ -109,20 +128,26 @@ void Experts::load_bias(Projection projection, int expert, const gemm::Source& s
     const gemm::TileAt at = place(n / gemm::kTile);
     bias[at.panel * gemm::kPanel + at.second * gemm::kTile + n % gemm::kTile] = values[static_cast<size_t>(n)];
   }
-  mark(projection, expert, true) = 1;
+  if (std::exchange(mark(projection, expert, true), uint8_t{1}) == 0) --absent_;
 }
 
 std::vector<std::string> Experts::absent(size_t limit) const {
   const runtime::Session session;
   std::vector<std::string> names;
-  for (int expert = 0; expert < config_.experts; ++expert)
-    for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
-      if (projection == Projection::gate && !config_.activation.has_gate) continue;
-      const std::string name = "expert " + std::to_string(expert) + " " + name_of(projection);
-      if (!is_loaded(projection, expert, false)) names.push_back(name);
-      if (config_.has_bias && !is_loaded(projection, expert, true)) names.push_back(name + " bias");
-      if (names.size() >= limit) return names;
-    }
+  for (int expert = 0; expert < config_.experts && names.size() < limit; ++expert)
+    for (std::string& name : absent_of(expert)) names.push_back(std::move(name));
+  if (names.size() > limit) names.resize(limit);
+  return names;
+}
+
+std::vector<std::string> Experts::absent_of(int expert) const {
+  std::vector<std::string> names;
+  for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
+    if (projection == Projection::gate && !config_.activation.has_gate) continue;
+    const std::string name = "expert " + std::to_string(expert) + " " + name_of(projection);
+    if (!is_loaded(projection, expert, false)) names.push_back(name);
+    if (config_.has_bias && !is_loaded(projection, expert, true)) names.push_back(name + " bias");
+  }
   return names;
 }
 
@@ -193,6 +218,7 @@ void Experts::mark_loaded() {
   const runtime::Session session;
   if (!allocated_) throw std::invalid_argument("mark_loaded: allocate() was not called");
   std::fill(loaded_.begin(), loaded_.end(), uint8_t{1});
+  absent_ = 0;
   for (auto& one : released_) one = 0;
 }
 

@@ -84,6 +84,7 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
   for (int pass = 0; pass < passes; ++pass) {
     const runtime::Session workers;  // given back in between: others wait for a pass, not for a whole prompt
     if (!allocated_) throw std::invalid_argument("forward before allocate()");
+    if (absent_ > 0) refuse_unloaded(ids, static_cast<size_t>(tokens) * static_cast<size_t>(top_k));
     const int first = static_cast<int>(int64_t{tokens} * pass / passes);
     const int take = static_cast<int>(int64_t{tokens} * (pass + 1) / passes) - first;
     const runtime::TraceSpan span(this, take);
@@ -136,6 +137,13 @@ void Experts::fetch_ahead(const int32_t* ids, int top_k) const {
     return {panel(projection, space.routing.active_at(task.of), task.first),
             static_cast<size_t>(task.count) * matrix_of(projection).panel_bytes()};
   });
+}
+
+template <class Id>
+void Experts::refuse_unloaded(const Id* ids, size_t slots) const {
+  for (size_t i = 0; i < slots; ++i)
+    if (const auto id = static_cast<int>(ids[i]); id >= 0 && id < config_.experts)
+      for (const std::string& name : absent_of(id)) throw std::invalid_argument("forward: never loaded: " + name);
 }
 
 template void Experts::forward(const void*, DType, const int32_t*, const float*, int, int, void*) const;

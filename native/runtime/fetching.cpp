@@ -25,11 +25,13 @@ thread_local Fetching fetching;
 }  // namespace
 
 size_t ThreadPool::most_fetched() {
-  // Two threads of a core share an L2 cache, and what they compute with needs some of it.
+  // What workers compute with needs some of the second cache, too. Where nobody says how many share it, two threads of
+  // a core do.
   static const size_t most = [] {
     constexpr size_t kMost = size_t{768} << 10;
-    const long level2 = sysconf(_SC_LEVEL2_CACHE_SIZE);
-    return level2 > 0 ? std::min(kMost, static_cast<size_t>(level2) / 4 * 3) : kMost;
+    size_t share = level2_share("", allowed_cpus());
+    if (share == 0) share = static_cast<size_t>(std::max(0L, sysconf(_SC_LEVEL2_CACHE_SIZE))) / 2;
+    return share > 0 ? std::min(kMost, share / 4 * 3) : kMost;
   }();
   return most;
 }

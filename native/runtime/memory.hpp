@@ -2,16 +2,42 @@
 #pragma once
 
 #include <cstddef>
+#include <new>
+#include <string>
 #include <utility>
 
 namespace ktinject::runtime {
 
+// What this process can still take, by the limit that leaves least.
+struct Headroom {
+  size_t bytes;
+  const char* limit;
+};
+// Of memory that can be written to: the system's, swap included, and the cgroups'. `root` is where proc/ and sys/ are
+// looked for; where they do not say, all there is.
+Headroom memory_headroom(const std::string& root = "");
+// Of addresses: RLIMIT_AS.
+Headroom address_headroom();
+
+// Memory that is refused: what() says how much, and which limit leaves less.
+class NoRoom : public std::bad_alloc {
+ public:
+  NoRoom(size_t wanted, size_t promised, const Headroom& room) noexcept;
+  NoRoom(size_t wanted, int error) noexcept;
+  const char* what() const noexcept override { return text_; }
+
+ private:
+  char text_[320];
+};
+
 // Anonymous zeroed pages, given back on destruction. Blocks of 2 MiB and more are aligned to 2 MiB and ask for huge
-// pages; where the system has none to give they stay on 4 KiB pages.
+// pages; where the system has none to give they stay on 4 KiB pages. The system promises pages that it does not have,
+// and ends a process that writes to them; so a large block is refused that does not fit beside what was promised
+// before.
 class Block {
  public:
   Block() = default;
-  explicit Block(size_t bytes);  // throws std::bad_alloc
+  explicit Block(size_t bytes);  // throws NoRoom
   ~Block();
   Block(Block&& other) noexcept { swap(other); }
   Block& operator=(Block&& other) noexcept {

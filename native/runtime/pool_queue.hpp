@@ -1,14 +1,25 @@
-// A queue of the pool: tasks of the call that runs, and memory that its worker is told of. The pool's own.
+// The pool's own: a queue, with tasks of the call that runs, and memory that its worker is told of; and how a worker
+// reads the news.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::runtime {
+
+// The latest generation, nothing if all is to end; who ends all sets `stop`, then raises the generation. In this order:
+// else a worker that looks just before might take that last generation for seen, and sleep for ever.
+template <class Generation, class Stop>
+std::optional<uint32_t> latest_news(const Generation& generation, const Stop& stop) {
+  const uint32_t latest = generation.load(std::memory_order_acquire);
+  if (stop.load(std::memory_order_relaxed)) return std::nullopt;
+  return latest;
+}
 
 struct ThreadPool::Queue {
   // All that a claim reads is in one cache line, which comes from the caller's core.

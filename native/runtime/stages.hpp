@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstddef>
 #include <span>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 
@@ -64,12 +65,15 @@ auto beside(First first, Second second) {
                }};
 }
 
-// Runs the stages, one after the other; the first begins at once, on the caller.
+// Runs the stages, one after the other; the first begins at once, on the caller. Throws std::invalid_argument for a
+// stage without a task, before anything begins.
 template <class... Stages>
 void run_stages(ThreadPool& workers, Stages&&... stages) {
   static thread_local Counters counters;
   Counters& left = counters;  // the caller's, for all
   constexpr size_t kStages = sizeof...(Stages);
+  // No task would end such a stage, and the next one would be waited for for ever.
+  if (((stages.count < 1) || ...)) throw std::invalid_argument("run_stages: a stage has no task");
   auto all = std::forward_as_tuple(stages...);
   std::get<0>(all).begin();
   std::array<int, kStages + 1> starts{};

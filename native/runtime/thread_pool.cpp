@@ -17,6 +17,7 @@
 
 #include "runtime/alone.hpp"
 #include "runtime/cpu_features.hpp"
+#include "runtime/denormals.hpp"
 #include "runtime/pool_queue.hpp"
 
 namespace ktinject::runtime {
@@ -87,6 +88,9 @@ struct Global {
   int threads = 0;
   bool crowded = false;
   int virtual_nodes = 0;
+  // The machine's nodes for these CPUs: to find them takes some files of each CPU.
+  std::vector<int> cpus;
+  std::vector<Node> usable;
 };
 
 constinit Turns turns;
@@ -112,14 +116,30 @@ Global& state() {
   return *global;
 }
 
-std::vector<Node> nodes_of(const Global& here) {
-  return here.virtual_nodes > 1 ? virtual_nodes(here.virtual_nodes, allowed_cpus()) : usable_nodes();
+std::vector<Node> nodes_of(Global& here) {
+  const std::vector<int> cpus = allowed_cpus();
+  if (here.virtual_nodes > 1) return virtual_nodes(here.virtual_nodes, cpus);
+  if (here.cpus != cpus) {
+    here.usable = usable_nodes(cpus);
+    here.cpus = cpus;
+  }
+  return here.usable;
+}
+
+// Places among a node's CPUs: the first `count`, those of a core side by side.
+std::vector<size_t> places_by_core(const Node& node, size_t count) {
+  std::vector<size_t> places;
+  for (size_t first = 0; first < count; ++first)
+    for (size_t i = first; i < count; ++i) {
+      const bool is_same = i == first || (!node.cores.empty() && node.cores[i] == node.cores[first]);
+      if (is_same && std::find(places.begin(), places.end(), i) == places.end()) places.push_back(i);
+    }
+  return places;
 }
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads, std::vector<Node> nodes)
-    : threads_(threads), spare_(std::min(threads / kWorkersForSpare, kMostSpare)), nodes_(std::move(nodes)) {
+ThreadPool::ThreadPool(int threads, std::vector<Node> nodes) : threads_(threads), nodes_(std::move(nodes)) {
   pace();
   const size_t parts = nodes_.size();
   size_t cpus = 0;
@@ -135,15 +155,31 @@ ThreadPool::ThreadPool(int threads, std::vector<Node> nodes)
     const int here = until - placed, groups = std::max(1, (here + kGroup - 1) / kGroup);
     const int queues = groups == 1 ? std::max(1, here) : groups;
     spans_.push_back({queue_count_, queues, groups});
+    // With more threads than CPUs the system places them better, within their node.
+    const bool has_own = static_cast<size_t>(threads) <= cpus;
+    const std::vector<size_t> own =
+        places_by_core(nodes_[n], has_own ? std::min(static_cast<size_t>(here), nodes_[n].cpus.size()) : 0);
     for (int i = 0; i < here; ++i) {
-      // With more threads than CPUs the system places them better, within their node.
-      const bool own = static_cast<size_t>(threads) <= cpus && static_cast<size_t>(i) < nodes_[n].cpus.size();
-      seats_.push_back({own ? nodes_[n].cpus[static_cast<size_t>(i)] : -1, static_cast<int>(n),
+      const auto at = static_cast<size_t>(i);
+      const bool is_placed = at < own.size();
+      seats_.push_back({is_placed ? nodes_[n].cpus[own[at]] : -1,
+                        is_placed && !nodes_[n].cores.empty() ? nodes_[n].cores[own[at]] : -1, static_cast<int>(n),
                         queue_count_ + i * queues / here, i});
     }
     queue_count_ += queues;
     placed = until;
   }
+  // A whole core, of which one or two threads are workers.
+  const Seat& last = seats_.back();
+  const auto of_last_core =
+      static_cast<int>(std::count_if(seats_.begin(), seats_.end(), [&](const Seat& s) { return s.core == last.core; }));
+  spare_ = std::min({threads / kWorkersForSpare, kMostSpare, last.core < 0 ? kMostSpare : of_last_core});
+  for (const Node& node : nodes_)
+    for (size_t i = 0; i < node.cores.size(); ++i) {
+      const auto cpu = static_cast<size_t>(node.cpus[i]);
+      if (cpu >= core_of_.size()) core_of_.resize(cpu + 1, -1);
+      core_of_[cpu] = node.cores[i];
+    }
   queues_ = std::make_unique<Queue[]>(static_cast<size_t>(queue_count_));
   for (const Seat& seat : seats_) ++queues_[static_cast<size_t>(seat.queue)].workers;
   for (size_t n = 0; n < parts; ++n)
@@ -158,6 +194,9 @@ ThreadPool::ThreadPool(int threads, std::vector<Node> nodes)
       for (int i = 0; i < queue_count_ - count; ++i) order.push_back((first + count + i) % queue_count_);
       order_.push_back(std::move(order));
     }
+  // All that calls need: a call that had begun and then found no memory would leave tasks counted that nobody ends.
+  shares_.resize(static_cast<size_t>(queue_count_));
+  dealt_.reserve(static_cast<size_t>(queue_count_));
 
   workers_.reserve(static_cast<size_t>(threads - 1));
   try {
@@ -189,14 +228,24 @@ void ThreadPool::pin(int worker) {
 void ThreadPool::take_seat() {
   if (seat_of(0).cpu < 0) return;
   const int cpu = sched_getcpu();
-  if (cpu == seat_of(0).cpu) return;
+  if (cpu < 0 || cpu == seat_of(0).cpu) return;
+  const auto at = static_cast<size_t>(cpu);
+  const int core = at < core_of_.size() ? core_of_[at] : -1;
+  const bool is_mine = core >= 0 && core == seat_of(0).core;
+  int there = 0;  // the worker on this CPU, else one on this core, where it is not the caller's already
   for (int worker = 1; worker < threads_; ++worker) {
-    if (seat_of(worker).cpu != cpu) continue;
-    const int mine = seat_[0].load(std::memory_order_relaxed);
-    seat_[0].store(seat_[static_cast<size_t>(worker)].load(std::memory_order_relaxed), std::memory_order_relaxed);
-    seat_[static_cast<size_t>(worker)].store(mine, std::memory_order_relaxed);
-    return pin(worker);
+    const Seat& seat = seat_of(worker);
+    if (seat.cpu == cpu) {
+      there = worker;
+      break;
+    }
+    if (core >= 0 && seat.core == core && !is_mine) there = worker;
   }
+  if (there == 0) return;
+  const int mine = seat_[0].load(std::memory_order_relaxed);
+  seat_[0].store(seat_[static_cast<size_t>(there)].load(std::memory_order_relaxed), std::memory_order_relaxed);
+  seat_[static_cast<size_t>(there)].store(mine, std::memory_order_relaxed);
+  pin(there);
 }
 
 ThreadPool::~ThreadPool() { join_all(); }
@@ -280,10 +329,10 @@ int ThreadPool::spared(Steal steal, Wake wake) const {
   return wake == Wake::all && left_room == Room::always ? std::min(1, spare_) : 0;
 }
 
-// One list is for all nodes; of several, each is for a node.
-void ThreadPool::deal(std::span<const int> tasks, Steal steal, Wake wake) {
+// One list is for all nodes; of several, each is for a node. The vectors have their memory.
+void ThreadPool::deal(std::span<const int> tasks, Steal steal, Wake wake) noexcept {
   const bool has_own = wake == Wake::most && steal == Steal::yes;
-  shares_.assign(static_cast<size_t>(queue_count_), Share{});
+  std::fill(shares_.begin(), shares_.end(), Share{});
   dealt_.clear();
   const auto share_out = [&](size_t list) {
     const auto queues = static_cast<int>(dealt_.size());
@@ -357,6 +406,7 @@ void ThreadPool::publish(News& news, uint32_t generation) {
 }
 
 void ThreadPool::work(int worker) {
+  const Denormals zero(Denormals::kZero);
   News& news = news_of(worker);
   uint32_t seen = 0;
   for (;;) {
@@ -368,9 +418,9 @@ void ThreadPool::work(int worker) {
       // Only news is passed on: late wakers wake workers that have been there already, and these would wake others.
       if (news.generation.load(std::memory_order_relaxed) != seen) wake_some(news);
     }
-    // In this order: else the news that all is to end might be taken for seen by who looked just before it came.
-    seen = news.generation.load(std::memory_order_acquire);
-    if (stop_.load(std::memory_order_relaxed)) return;
+    const std::optional<uint32_t> latest = latest_news(news.generation, stop_);
+    if (!latest) return;
+    seen = *latest;
     drain(seen, worker);
     fetch_own(news, seen, worker);
   }

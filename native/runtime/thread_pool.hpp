@@ -53,6 +53,9 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
   // A worker's node, and which of the workers there it is; both change between calls only.
   int node_of(int worker) const { return seat_of(worker).node; }
   int place_of(int worker) const { return seat_of(worker).place; }
+  // The CPU that a worker is kept to, -1: none; and how many workers, the last ones, are left out for a core's work.
+  int cpu_of(int worker) const { return seat_of(worker).cpu; }
+  int spare() const { return spare_; }
   // How many workers a node has; none if there are more nodes than threads.
   int workers_of(int node) const;
 
@@ -94,6 +97,7 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
   template <class Reads>
   void fetch(std::span<const int> tasks, Reads&& reads) {
     begin_fetch(tasks);
+    const FetchEnd end{*this};  // also where reads() throws: workers wait for what else they are told
     bool more = true;
     for (int turn = 0; more; ++turn) {
       more = false;
@@ -105,7 +109,6 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
       }
       if (turn == 0) publish_fetch();  // workers begin while the rest is told
     }
-    end_fetch();
   }
 
   // What fetch() told a worker, as long as nobody calls it again; and the bytes that all have asked for so far. For
@@ -139,9 +142,11 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
   using Function = void (*)(void* context, int list, int index, int worker);
   struct Queue;
   // A CPU (-1: any) with what belongs to it. Everyone has one, the caller too. The caller may not be moved, so when it
-  // is found on a worker's CPU, the two swap seats: sharing one would cost scheduler ticks.
+  // is found on a worker's CPU, the two swap seats: sharing one would cost scheduler ticks. On the other thread of a
+  // worker's core, too: sharing that would cost both half of their speed.
   struct Seat {
     int cpu;
+    int core;  // -1: not known
     int node;
     int queue;
     int place;
@@ -174,11 +179,15 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
   void tell(int queue, std::span<const std::byte> memory);
   void publish_fetch();
   void end_fetch() { told_for_.store(generation_, std::memory_order_release); }
+  struct FetchEnd {
+    ThreadPool& pool;
+    ~FetchEnd() { pool.end_fetch(); }
+  };
   void fetch_own(const News& news, uint32_t generation, int worker);
   size_t fetch_piece(int& task, size_t& at, int worker) const;
   friend bool fetch_more();
   int spared(Steal steal, Wake wake) const;
-  void deal(std::span<const int> tasks, Steal steal, Wake wake);
+  void deal(std::span<const int> tasks, Steal steal, Wake wake) noexcept;
   void run(std::span<const int> tasks, Function function, void* context, Steal steal, Wake wake);
   void work(int worker);
   bool spin(const News& news, uint32_t seen) const;
@@ -201,14 +210,16 @@ class ThreadPool : public std::enable_shared_from_this<ThreadPool> {
   void join_all();
   bool stopped() const { return failed_.load(std::memory_order_relaxed) || cancelled_.load(std::memory_order_relaxed); }
 
-  // Workers that are left out at most: both threads of a core. Of 16, 14 read one token's experts as fast as all, and
-  // steps that the host prepares took half as long (4 beams, prompt lookup).
+  // Workers that are left out at most: both threads of a core, where both are workers or that is not known. Of 16, 14
+  // read one token's experts as fast as all, and steps that the host prepares took half as long (4 beams, prompt
+  // lookup).
   static constexpr int kMostSpare = 2;
 
   const int threads_;
-  const int spare_;  // of these, the last ones: left out where a caller leaves room
+  int spare_ = 0;  // of these, the last ones: left out where a caller leaves room
   const std::vector<Node> nodes_;
   std::vector<Seat> seats_;
+  std::vector<int> core_of_;                  // of each CPU of the nodes, -1: not known
   std::unique_ptr<std::atomic<int>[]> seat_;  // of each worker
   std::vector<Span> spans_;                   // of each node
   std::vector<std::vector<int>> order_;       // of each queue: itself, the others of its node, all others

@@ -14,6 +14,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <numeric>
+#include <tuple>
+#include <utility>
+
+#include "runtime/system_files.hpp"
 
 namespace ktinject::runtime {
 namespace {
@@ -37,38 +42,6 @@ struct Closer {
 template <class Handle, int (*kClose)(Handle*)>
 using Closed = std::unique_ptr<Handle, Closer<Handle, kClose>>;
 
-// The first line of a small file that starts with `prefix`, without its end; empty if there is none. By C streams:
-// those of C++ keep their locale in a global that a second copy of libstdc++ in the process can spoil.
-std::string first_line(const std::string& path, const char* prefix = "") {
-  const Closed<std::FILE, std::fclose> file(std::fopen(path.c_str(), "re"));
-  if (file == nullptr) return {};
-  std::string line, found;  // lists of CPUs and of distances may be of any length
-  char part[4096];
-  while (found.empty() && std::fgets(part, sizeof part, file.get()) != nullptr) {
-    line += part;
-    if (line.back() != '\n' && std::feof(file.get()) == 0) continue;
-    if (line.starts_with(prefix)) found = line;
-    line.clear();
-  }
-  if (!found.empty() && found.back() == '\n') found.pop_back();
-  return found;
-}
-
-// "0-3,8" as 0 1 2 3 8.
-std::vector<int> number_list(const std::string& text) {
-  std::vector<int> numbers;
-  for (const char* at = text.c_str(); *at != '\0';) {
-    char* end = nullptr;
-    const long first = std::strtol(at, &end, 10);
-    if (end == at) break;
-    long last = first;
-    if (*end == '-') last = std::strtol(end + 1, &end, 10);
-    for (long number = first; number <= last; ++number) numbers.push_back(static_cast<int>(number));
-    at = *end == ',' ? end + 1 : end;
-  }
-  return numbers;
-}
-
 // Whether a node's meminfo says that it has memory; true where there is no such file.
 bool has_memory(const std::string& folder) {
   const Closed<std::FILE, std::fclose> file(std::fopen((folder + "/meminfo").c_str(), "re"));
@@ -78,6 +51,46 @@ bool has_memory(const std::string& folder) {
   while (kib < 0 && std::fgets(line, sizeof line, file.get()) != nullptr)
     if (const char* total = std::strstr(line, "MemTotal:")) kib = std::atoll(total + 9);
   return kib != 0;
+}
+
+// Orders a node's CPUs as workers take them: of each core one CPU, and of these the fastest kind first, before the
+// second of any. So fewer threads than CPUs have a core each. Where the system does not say, they stay as they are.
+void order_cpus(const std::string& root, Node& node) {
+  struct Cpu {
+    int rank;       // of the node's CPUs of this core, how many come before it
+    long slowness;  // of its kind
+    int number;
+    int core;
+    bool operator<(const Cpu& other) const {
+      return std::tie(rank, slowness, number) < std::tie(other.rank, other.slowness, other.number);
+    }
+  };
+  const std::string devices = root + "/sys/devices/";
+  const std::vector<int> fast = number_list(first_line(devices + "cpu_core/cpus"));  // of Intel's hybrid CPUs
+  const auto is_in = [](const std::vector<int>& list, int cpu) {
+    return std::find(list.begin(), list.end(), cpu) != list.end();
+  };
+  std::vector<Cpu> cpus;
+  bool are_cores_known = !node.cpus.empty();
+  for (const int number : node.cpus) {
+    const std::string folder = devices + "system/cpu/cpu" + std::to_string(number);
+    std::vector<int> siblings = number_list(first_line(folder + "/topology/core_cpus_list"));
+    if (siblings.empty()) siblings = number_list(first_line(folder + "/topology/thread_siblings_list"));
+    are_cores_known = are_cores_known && !siblings.empty();
+    const auto before =
+        std::count_if(siblings.begin(), siblings.end(), [&](int cpu) { return cpu < number && is_in(node.cpus, cpu); });
+    const long slowness = fast.empty()          ? -std::atol(first_line(folder + "/cpu_capacity").c_str())
+                          : is_in(fast, number) ? 0
+                                                : 1;
+    cpus.push_back({static_cast<int>(before), slowness, number,
+                    siblings.empty() ? number : *std::min_element(siblings.begin(), siblings.end())});
+  }
+  std::sort(cpus.begin(), cpus.end());
+  node.cpus.clear();
+  for (const Cpu& cpu : cpus) {
+    node.cpus.push_back(cpu.number);
+    if (are_cores_known) node.cores.push_back(cpu.core);
+  }
 }
 
 std::vector<int> allowed_memory() {
@@ -129,7 +142,20 @@ std::vector<int> CpuMask::cpus() const {
   return cpus;
 }
 
-std::vector<int> allowed_cpus() { return CpuMask::of(getpid()).cpus(); }
+std::vector<int> allowed_cpus() {
+  std::vector<int> cpus = CpuMask::of(getpid()).cpus();
+  if (cpus.empty()) cpus = number_list(first_line("/sys/devices/system/cpu/online"));
+  if (cpus.empty()) {
+    cpus.resize(static_cast<size_t>(std::max(1L, sysconf(_SC_NPROCESSORS_ONLN))));
+    std::iota(cpus.begin(), cpus.end(), 0);
+  }
+  return cpus;
+}
+
+std::string affinity_refused() {
+  errno = 0;
+  return CpuMask::of(getpid()).cpus().empty() ? std::strerror(errno) : "";
+}
 
 std::vector<Node> find_nodes(const std::string& root, const std::vector<int>& cpus, const std::vector<int>& mems) {
   const std::string base = root + "/sys/devices/system/node";
@@ -146,14 +172,19 @@ std::vector<Node> find_nodes(const std::string& root, const std::vector<int>& cp
   std::vector<Node> nodes, lenders;
   for (const int id : ids) {
     const std::string folder = base + "/node" + std::to_string(id);
-    Node node{id, {}};
+    Node node{id, {}, {}};
     for (const int cpu : number_list(first_line(folder + "/cpulist")))
       if (std::find(cpus.begin(), cpus.end(), cpu) != cpus.end()) node.cpus.push_back(cpu);
     if (node.cpus.empty()) continue;
+    order_cpus(root, node);
     const bool allowed = mems.empty() || std::find(mems.begin(), mems.end(), id) != mems.end();
     (allowed && has_memory(folder) ? nodes : lenders).push_back(std::move(node));
   }
-  if (nodes.empty()) return {Node{-1, cpus}};
+  if (nodes.empty()) {
+    Node all{-1, cpus, {}};
+    order_cpus(root, all);
+    return {std::move(all)};
+  }
   for (const Node& lender : lenders) {
     // The file lists the distances to all nodes that are online, in order of id.
     const std::string line = first_line(base + "/node" + std::to_string(lender.id) + "/distance");
@@ -172,12 +203,14 @@ std::vector<Node> find_nodes(const std::string& root, const std::vector<int>& cp
     Node& nearest =
         *std::min_element(nodes.begin(), nodes.end(), [&](const Node& a, const Node& b) { return far(a) < far(b); });
     nearest.cpus.insert(nearest.cpus.end(), lender.cpus.begin(), lender.cpus.end());
+    nearest.cores.insert(nearest.cores.end(), lender.cores.begin(), lender.cores.end());
+    if (nearest.cores.size() != nearest.cpus.size()) nearest.cores.clear();
   }
   if (nodes.size() == 1) nodes[0].id = -1;
   return nodes;
 }
 
-std::vector<Node> usable_nodes() { return find_nodes("", allowed_cpus(), allowed_memory()); }
+std::vector<Node> usable_nodes(const std::vector<int>& cpus) { return find_nodes("", cpus, allowed_memory()); }
 
 std::vector<Node> virtual_nodes(int count, const std::vector<int>& cpus) {
   std::vector<Node> nodes(static_cast<size_t>(count));
@@ -187,20 +220,41 @@ std::vector<Node> virtual_nodes(int count, const std::vector<int>& cpus) {
 
 double quota_cpus() {
   double quota = INFINITY, maximum = 0, period = 0;
-  std::string path = first_line("/proc/self/cgroup", "0::");
-  path.erase(0, 3);
-  for (;;) {  // a parent's limit binds its children
-    const std::string line = first_line("/sys/fs/cgroup" + path + "/cpu.max");
+  for (const std::string& folder : cgroup_folders("")) {
+    const std::string line = first_line(folder + "/cpu.max");
     if (std::sscanf(line.c_str(), "%lf %lf", &maximum, &period) == 2 && period > 0)
       quota = std::min(quota, maximum / period);
-    if (path.empty() || path == "/") break;
-    path.erase(path.rfind('/'));
   }
   const std::string v1 = "/sys/fs/cgroup/cpu/cpu.cfs_";
   if (std::sscanf(first_line(v1 + "quota_us").c_str(), "%lf", &maximum) == 1 && maximum > 0 &&
       std::sscanf(first_line(v1 + "period_us").c_str(), "%lf", &period) == 1 && period > 0)
     quota = std::min(quota, maximum / period);
   return quota;
+}
+
+size_t level2_share(const std::string& root, const std::vector<int>& cpus) {
+  size_t least = 0;
+  std::vector<int> seen;  // those that share a cache that was looked at
+  for (const int cpu : cpus) {
+    if (std::find(seen.begin(), seen.end(), cpu) != seen.end()) continue;
+    for (int index = 0; index < 8; ++index) {
+      const std::string folder =
+          root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/cache/index" + std::to_string(index);
+      const std::string level = first_line(folder + "/level");
+      if (level.empty()) break;
+      if (level != "2" || first_line(folder + "/type") == "Instruction") continue;
+      const std::vector<int> sharing = number_list(first_line(folder + "/shared_cpu_list"));
+      size_t bytes = 0;
+      char unit = '\0';
+      if (std::sscanf(first_line(folder + "/size").c_str(), "%zu%c", &bytes, &unit) < 1 || sharing.empty()) continue;
+      bytes <<= unit == 'K' ? 10 : unit == 'M' ? 20 : 0;
+      const size_t share = bytes / sharing.size();
+      if (share > 0 && (least == 0 || share < least)) least = share;
+      seen.insert(seen.end(), sharing.begin(), sharing.end());
+      break;
+    }
+  }
+  return least;
 }
 
 std::string place_on_node(void* data, size_t bytes, int node) {

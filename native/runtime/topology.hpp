@@ -16,7 +16,8 @@ inline constexpr int kMostNodes = 1024;  // the kernel's own limit
 // on a machine with one node, and for virtual nodes, which share one node's CPUs and memory.
 struct Node {
   int id = -1;
-  std::vector<int> cpus;
+  std::vector<int> cpus;   // in the order in which workers take them
+  std::vector<int> cores;  // of each CPU, the first CPU of its core; empty where that is not known
 };
 
 // Any number of CPUs, as the system's calls take them; cpu_set_t ends at 1,024.
@@ -35,22 +36,29 @@ class CpuMask {
   std::vector<unsigned long> words_;
 };
 
-// CPUs this process may run on, in order: those of its first thread, for others may have narrowed their own.
+// CPUs this process may run on, in order: those of its first thread, for others may have narrowed their own. All that
+// are online where the system does not say; affinity_refused() is then its reason, and empty else.
 std::vector<int> allowed_cpus();
+std::string affinity_refused();
 
 // The nodes that have both CPUs and memory this process may use, in order of id; ids may have gaps. A node with memory
 // only is left out. A node with CPUs only lends them to the nearest other. One node {-1, cpus} where the system does
-// not say. `root` is where sys/ is looked for, `mems` the ids of the nodes whose memory is allowed (empty: all).
+// not say. `root` is where sys/ is looked for, `mems` the ids of the nodes whose memory is allowed (empty: all). A
+// node's CPUs are ordered: one of each core before the second of any, and of these the fastest kind first.
 std::vector<Node> find_nodes(const std::string& root, const std::vector<int>& cpus, const std::vector<int>& mems);
 
-// find_nodes() for this process.
-std::vector<Node> usable_nodes();
+// find_nodes() for this process, which may use these CPUs.
+std::vector<Node> usable_nodes(const std::vector<int>& cpus);
 
 // `count` virtual nodes over these CPUs.
 std::vector<Node> virtual_nodes(int count, const std::vector<int>& cpus);
 
 // CPUs' worth of run time that the cgroups allow; infinity where nothing limits it.
 double quota_cpus();
+
+// Bytes of the second cache that each of these CPUs has where all that share one use it alike, the least of all CPUs; 0
+// where the system does not say.
+size_t level2_share(const std::string& root, const std::vector<int>& cpus);
 
 // Asks for the untouched pages of [data, data + bytes) on a node, or in turns on all of these. Empty if the kernel
 // agreed, else its reason: containers may forbid it. Where a node is full, the kernel takes another.

@@ -1,8 +1,9 @@
 #include "runtime/trace.hpp"
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <mutex>
+#include <utility>
 
 namespace ktinject::runtime {
 namespace {
@@ -10,12 +11,16 @@ namespace {
 constexpr size_t kSpans = 1 << 16;
 
 std::atomic<bool> recording{false};
-std::atomic<size_t> recorded{0};
 
-// Never freed: a span may end while another thread stops.
-Span* spans() {
-  static Span* const memory = new Span[kSpans];
-  return memory;
+// A lock, since a span may end while another thread starts or stops: it is taken once a layer, and only where something
+// is recorded. Neither is ever freed, for spans may end while the process does.
+std::mutex& mutex() {
+  static auto* const made = new std::mutex;
+  return *made;
+}
+std::vector<Span>& spans() {
+  static auto* const made = new std::vector<Span>;
+  return *made;
 }
 
 int64_t now_ns() {
@@ -26,17 +31,16 @@ int64_t now_ns() {
 }  // namespace
 
 void trace_start() {
-  std::fill_n(spans(), kSpans, Span{});
-  recorded.store(0);
+  const std::lock_guard lock(mutex());
+  spans().clear();
+  spans().reserve(kSpans);
   recording.store(true);
 }
 
 std::vector<Span> trace_stop() {
+  const std::lock_guard lock(mutex());
   recording.store(false);
-  const Span* first = spans();
-  std::vector<Span> found(first, first + std::min(recorded.load(), kSpans));
-  std::erase_if(found, [](const Span& span) { return span.end_ns == 0; });
-  return found;
+  return std::exchange(spans(), {});
 }
 
 TraceSpan::TraceSpan(const void* owner, int tokens) {
@@ -45,10 +49,10 @@ TraceSpan::TraceSpan(const void* owner, int tokens) {
 
 TraceSpan::~TraceSpan() {
   if (span_.begin_ns == 0 || !recording.load(std::memory_order_relaxed)) return;
-  const size_t index = recorded.fetch_add(1);
-  if (index >= kSpans) return;
+  const std::lock_guard lock(mutex());
+  if (!recording.load(std::memory_order_relaxed) || spans().size() == kSpans) return;
   span_.end_ns = now_ns();
-  spans()[index] = span_;
+  spans().push_back(span_);
 }
 
 }  // namespace ktinject::runtime

@@ -2,7 +2,11 @@
 //
 //   native_test forward      every kernel of the table against the reference kernel of its format, for 1 to 4 nodes
 //   native_test plan         that tasks cover each row and panel once, wait for earlier ones only, and fit their memory
-//   native_test pool         exceptions, cancelling, waiting tasks, turns, forks, many CPUs and nodes
+//   native_test pool         exceptions, cancelling, waiting tasks, turns, forks, many CPUs and nodes, memory
+//   native_test teardown N   N pools that end at once
+//   native_test writes       weights that are refused leave those that are there, and half of them compute nothing
+//   native_test fuzz N SEED  every kernel N times, in buffers of exactly the size that it needs
+//   native_test exit         kernels are chosen after all static objects have gone
 //   native_test dispatcher   late entries of rings and of the host, whose owner has gone; naps that end
 //   native_test sharing      several threads on one object, which others change
 //   native_test allocations  the n-th allocation fails, for every n
@@ -47,7 +51,9 @@
 #include "handoff/dispatcher.hpp"
 #include "moe/experts.hpp"
 #include "native_test.hpp"
+#include "runtime/denormals.hpp"
 #include "runtime/thread_pool.hpp"
+#include "runtime/trace.hpp"
 
 using namespace ktinject;
 using namespace ktinject::runtime;
@@ -56,78 +62,6 @@ using namespace ktinject::moe;
 using namespace ktinject::attention;
 using namespace ktinject::decode;
 using namespace ktinject::handoff;
-
-namespace {
-
-// Allocations until one fails; none fails while it is negative.
-std::atomic<int> allocations_left{-1};
-
-bool fails_now() {
-  int left = allocations_left.load(std::memory_order_relaxed);
-  while (left >= 0 && !allocations_left.compare_exchange_weak(left, left - 1)) {
-  }
-  return left == 0;
-}
-
-}  // namespace
-
-// Of the core: memory by `new`, and pages (CMakeLists.txt has calls of mmap come here).
-void* operator new(size_t bytes) {
-  void* const memory = fails_now() ? nullptr : std::malloc(bytes == 0 ? 1 : bytes);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-void* operator new(size_t bytes, std::align_val_t align) {
-  const auto to = static_cast<size_t>(align);
-  void* const memory = fails_now() ? nullptr : std::aligned_alloc(to, (bytes + to - 1) / to * to);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
-  return fails_now() ? nullptr : std::malloc(bytes == 0 ? 1 : bytes);
-}
-void* operator new[](size_t bytes) { return operator new(bytes); }
-void* operator new[](size_t bytes, std::align_val_t align) { return operator new(bytes, align); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
-
-extern "C" {
-void* __real_mmap(void*, size_t, int, int, int, off_t);
-void* __wrap_mmap(void* at, size_t bytes, int protection, int flags, int file, off_t offset) {
-  if (!fails_now()) return __real_mmap(at, bytes, protection, flags, file, offset);
-  errno = ENOMEM;
-  return MAP_FAILED;
-}
-}
-
-namespace {
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool is_sanitized = true;
-#else
-constexpr bool is_sanitized = false;
-#endif
-
-int failures = 0;
-int checks = 0;
-
-}  // namespace
-
-bool check(bool holds, const std::string& what) {
-  ++checks;
-  if (!holds) {
-    ++failures;
-    std::printf("FAILED: %s\n", what.c_str());
-    std::fflush(stdout);
-  }
-  return holds;
-}
 
 namespace {
 
@@ -413,7 +347,7 @@ void test_big_machines(bool forks) {
     const pid_t child = fork();
     if (child == 0) {
       refuse_masks_of(1 << 12);
-      _exit(failures == 0 && allowed_cpus() == cpus ? 0 : 1);
+      _exit(!has_failed() && allowed_cpus() == cpus ? 0 : 1);
     }
     int status = 1;
     check(waitpid(child, &status, 0) == child && status == 0, "the CPUs of a machine with 32,768 are known");
@@ -472,6 +406,13 @@ void test_sharing() {
     if (round % 10 == 0) set_threads(2 + round / 10 % 3, true);
     others->repeat(0);
     return forward(*others, in, 20, problem.top_k) == want;
+  });
+  on_a_thread([&](int) {  // spans of the others' calls
+    trace_start();
+    std::this_thread::yield();
+    for (const Span& span : trace_stop())
+      if (span.begin_ns == 0 || span.end_ns < span.begin_ns || span.owner == nullptr) return false;
+    return true;
   });
   for (auto& thread : threads) thread.join();
   check(wrong == 0, "answers of objects that threads share");
@@ -778,7 +719,22 @@ void test_placement() {
 
 }  // namespace
 
+const void* kernels_of_exit = nullptr;
+
+// Kernels may be chosen while the process ends, by the dispatcher's thread; what ends first here is what is made last.
+int watch_exit() {
+  std::atexit([] {
+    const Kernels again = choose_kernel(Format::int4, "auto");
+    check(!was_freed && again.many == kernels_of_exit && !again.many->name.empty(), "kernels are there to the end");
+    std::_Exit(report("exit"));
+  });
+  must_stay = kernel_table().data();
+  kernels_of_exit = choose_kernel(Format::int4, "auto").many;
+  return 0;
+}
+
 int main(int argc, char** argv) {
+  const runtime::Denormals zero(runtime::Denormals::kZero);  // as all have it who compute
   const bool is_init = getpid() == 1;
   if (is_init) {
     mkdir("/proc", 0755);
@@ -792,22 +748,32 @@ int main(int argc, char** argv) {
     if (mode == "forward") test_forward();
     else if (mode == "plan") test_plan(), test_outlier_rows();
     else if (mode == "pool")
-      test_pool(forks), test_room(), test_fetch(), test_stages(), test_turns(forks), test_big_machines(forks);
+      test_pool_without_memory(), test_scratch(), test_denormals(), test_pool(forks), test_room(), test_fetch(),
+          test_stages(), test_turns(forks), test_big_machines(forks), test_cores(), test_memory(), test_last_news(),
+          test_trace();
+    else if (mode == "teardown") test_teardown(argc > 2 ? std::atoi(argv[2]) : 5000);
+    else if (mode == "writes") test_writes();
+    else if (mode == "fuzz")
+      test_kernels_at_the_edge(argc > 2 ? std::atoi(argv[2]) : 20,
+                               argc > 3 ? static_cast<unsigned>(std::atoi(argv[3])) : 1);
+    else if (mode == "exit") return watch_exit();
     else if (mode == "dispatcher") test_dispatcher();
     else if (mode == "sharing") test_sharing();
     else if (mode == "allocations") test_allocations();
     else if (mode == "churn") test_churn(argc > 2 ? std::atoi(argv[2]) : 1000, forks);
     else if (mode == "placement") test_placement();
-    else check(false, "a mode is named: forward, plan, pool, dispatcher, sharing, allocations, churn N or placement");
+    else
+      check(false,
+            "a mode is named: forward, plan, pool, teardown N, writes, fuzz N SEED, exit, dispatcher, sharing, "
+            "allocations, churn N or placement");
   } catch (const std::exception& error) {
     check(false, error.what());
   }
   set_threads(1);  // ends the workers, so that nothing of theirs counts as leaked
-  std::printf("%s: %d checks, %d failed\n", mode.c_str(), checks, failures);
-  std::fflush(stdout);
+  const int code = report(mode);
   if (is_init) {
     sync();
     reboot(RB_POWER_OFF);
   }
-  return failures == 0 ? 0 : 1;
+  return code;
 }

@@ -1,13 +1,30 @@
 // What the files of native_test share.
 #pragma once
 
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
 #include "runtime/thread_pool.hpp"
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool is_sanitized = true;
+#else
+inline constexpr bool is_sanitized = false;
+#endif
+
 // Counts a check, and prints `what` where it does not hold.
 bool check(bool holds, const std::string& what);
+bool has_failed();
+// Prints how many checks failed; gives the exit status.
+int report(const std::string& mode);
+
+// Allocations until one fails, by `new` or as pages; none fails while it is negative.
+extern std::atomic<int> allocations_left;
+
+// Memory that is watched, and whether it was freed.
+extern std::atomic<const void*> must_stay;
+extern std::atomic<bool> was_freed;
 
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -36,3 +53,13 @@ void test_room();
 void test_fetch();
 void test_stages();
 void test_turns(bool forks);
+void test_pool_without_memory();
+void test_last_news();
+void test_teardown(int rounds);
+void test_writes();
+void test_kernels_at_the_edge(int rounds, unsigned seed);
+void test_scratch();
+void test_denormals();
+void test_cores();
+void test_memory();
+void test_trace();

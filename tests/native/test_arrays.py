@@ -610,3 +610,23 @@ def test_a_list_of_something_else_is_refused_by_its_item() -> None:
         _native.DecoderCache([keys], [[keys]])
     with pytest.raises(ValueError, match="found a tensor of 2 dimensions; expected 3 or 4"):
         _native.DecoderCache([keys], [keys[0, 0]])
+
+
+@pytest.mark.parametrize("left, following", [(624, 2), (600, 600), (0, 1), (625, 0), (1, 625), (2, 624)])
+def test_a_generators_state_that_does_not_hold_together_is_refused(left: int, following: int) -> None:
+    """The words that are left lie from the next one on; beyond the state there are none."""
+    state = generator()
+    state[8:12].view(torch.int32)[0], state[16:24].view(torch.int64)[0] = left, following
+    before = state.clone()
+    with pytest.raises(ValueError, match="not the state of torch's generator"):
+        _native.choose(scores=torch.randn(1, 9), generator=state, tokens=torch.zeros(1, dtype=torch.int64))
+    assert torch.equal(state, before)
+
+
+def test_a_generators_states_are_taken_as_torch_leaves_them() -> None:
+    made = torch.Generator().manual_seed(3)
+    for drawn in (0, 1, 622, 1, 1):
+        torch.rand(drawn, generator=made)
+        state = made.get_state()
+        _native.choose(scores=torch.randn(1, 9), generator=state, tokens=torch.zeros(1, dtype=torch.int64))
+        torch.Generator().set_state(state)

@@ -184,8 +184,91 @@ ALL = list(range(8))
     ],
 )
 def test_usable_nodes(tmp_path, nodes, cpus, mems, want):
-    assert _native.find_nodes(machine(tmp_path, nodes), cpus, mems) == want
+    found = _native.find_nodes(machine(tmp_path, nodes), cpus, mems)
+    assert found == [(number, here, []) for number, here in want]
 
 
 def test_a_machine_that_does_not_say(tmp_path):
-    assert _native.find_nodes(str(tmp_path), [3, 5], []) == [(-1, [3, 5])]
+    assert _native.find_nodes(str(tmp_path), [3, 5], []) == [(-1, [3, 5], [])]
+
+
+def cores(root, siblings: list[str], *, name: str = "core_cpus_list", fast: str = "", capacities=()) -> None:
+    """A /sys whose CPUs have these siblings, of which those named `fast` are the performance cores."""
+    for cpu, line in enumerate(siblings):
+        folder = root / f"sys/devices/system/cpu/cpu{cpu}"
+        (folder / "topology").mkdir(parents=True)
+        (folder / "topology" / name).write_text(f"{line}\n")
+        if capacities:
+            (folder / "cpu_capacity").write_text(f"{capacities[cpu]}\n")
+    if fast:
+        (root / "sys/devices/cpu_core").mkdir(parents=True)
+        (root / "sys/devices/cpu_core/cpus").write_text(f"{fast}\n")
+
+
+NEIGHBOURS = ["0-1", "0-1", "2-3", "2-3", "4-5", "4-5", "6-7", "6-7"]
+HALVES = [f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)]
+HYBRID = ["0-1", "0-1", "2-3", "2-3", "4", "5", "6", "7"]  # two performance cores, four others
+
+
+@pytest.mark.parametrize("name", ["core_cpus_list", "thread_siblings_list"])
+@pytest.mark.parametrize(
+    "siblings,cpus,want,first",
+    [
+        pytest.param(
+            NEIGHBOURS, ALL, [0, 2, 4, 6, 1, 3, 5, 7], [0, 2, 4, 6, 0, 2, 4, 6], id="neighbours are siblings"
+        ),
+        pytest.param(HALVES, ALL, ALL, [0, 1, 2, 3, 0, 1, 2, 3], id="halves are"),
+        pytest.param([str(cpu) for cpu in ALL], ALL, ALL, ALL, id="no siblings"),
+        pytest.param(NEIGHBOURS, [1, 2, 3, 7], [1, 2, 7, 3], [0, 2, 6, 2], id="some of the CPUs"),
+    ],
+)
+def test_a_core_each_comes_before_its_other_threads(tmp_path, siblings, cpus, want, first, name):
+    cores(tmp_path, siblings, name=name)
+    assert _native.find_nodes(str(tmp_path), cpus, []) == [(-1, want, first)]
+
+
+def test_each_nodes_cpus_are_ordered(tmp_path):
+    cores(tmp_path, NEIGHBOURS)
+    nodes = {0: ("0-3", 9, "10 20"), 1: ("4-7", 9, "20 10")}
+    assert _native.find_nodes(machine(tmp_path, nodes), ALL, []) == [
+        (0, [0, 2, 1, 3], [0, 2, 0, 2]),
+        (1, [4, 6, 5, 7], [4, 6, 4, 6]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "kinds", [{"fast": "0-3"}, {"capacities": [1024] * 4 + [500] * 4}], ids=["hybrid", "capacities"]
+)
+@pytest.mark.parametrize("at_end", [False, True])
+def test_fast_cores_come_first_and_their_siblings_last(tmp_path, kinds, at_end):
+    siblings, want = HYBRID, [0, 2, 4, 5, 6, 7, 1, 3]
+    if at_end:  # numbered the other way round
+        siblings, want = ["0", "1", "2", "3", "4-5", "4-5", "6-7", "6-7"], [4, 6, 0, 1, 2, 3, 5, 7]
+        kinds = {"fast": "4-7"} if "fast" in kinds else {"capacities": [500] * 4 + [1024] * 4}
+    cores(tmp_path, siblings, **kinds)
+    [(_, found, _)] = _native.find_nodes(str(tmp_path), ALL, [])
+    assert found == want
+
+
+@pytest.mark.parametrize(
+    "caches,cpus,want",
+    [
+        pytest.param([("2048K", "0-1"), ("2048K", "0-1")], [0, 1], 1 << 20, id="two threads of a core"),
+        pytest.param([("2048K", "0-1"), ("2048K", "0-1")], [0], 1 << 20, id="of which one is ours"),
+        pytest.param([("1M", "0"), ("1M", "1")], [0, 1], 1 << 20, id="a core each"),
+        pytest.param([("2M", "0"), *[("2M", "1-4")] * 4], [0, 1, 2, 3, 4], 512 << 10, id="a cluster"),
+        pytest.param([], [0, 1], 0, id="not known"),
+    ],
+)
+def test_the_share_of_the_second_cache(tmp_path, caches, cpus, want):
+    for cpu, (size, sharing) in enumerate(caches):
+        for index, (level, kind, bytes_) in enumerate(
+            [(1, "Data", "48K"), (1, "Instruction", "32K"), (2, "Unified", size), (3, "Unified", "99M")]
+        ):
+            folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
+            folder.mkdir(parents=True)
+            (folder / "level").write_text(f"{level}\n")
+            (folder / "type").write_text(f"{kind}\n")
+            (folder / "size").write_text(f"{bytes_}\n")
+            (folder / "shared_cpu_list").write_text(f"{sharing}\n")
+    assert _native.level2_share(str(tmp_path), cpus) == want

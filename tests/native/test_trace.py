@@ -44,6 +44,7 @@ def test_spans_are_recorded_between_start_and_stop_only() -> None:
     layer, other = experts(has_bias=False), experts(has_bias=False)
     for each in (layer, other):
         each.allocate()
+        each.mark_loaded()
     call(layer)
     _native.trace_start()
     call(layer, 3)
@@ -61,6 +62,7 @@ def test_uses_are_counted_between_start_and_stop_only(ids_of: torch.dtype) -> No
     layer, other = experts(has_bias=False), experts(has_bias=False)
     for each in (layer, other):
         each.allocate()
+        each.mark_loaded()
     ids = torch.tensor([[0, 3], [-1, 3], [4, 1]], dtype=ids_of)  # 4 is none of its experts
 
     def route(layer: _native.Experts) -> None:

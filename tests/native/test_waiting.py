@@ -43,7 +43,9 @@ def linear(out_features: int, in_features: int, weights: str = "bf16", group_siz
 
 
 def allocated(made: Any) -> Any:
+    """With zeros as weights."""
     made.allocate()
+    made.mark_loaded()
     return made
 
 
@@ -220,7 +222,7 @@ TAKE: dict[str, Callable[[], Any]] = {
 DO_NOT = set(
     """
     cpu_features amx_permission kernels default_threads set_threads compute_alone threads sessions set_nodes nodes
-    find_nodes take_outliers
+    find_nodes take_outliers allowed_cpus affinity_refused memory_headroom address_headroom level2_share
     multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
     rms_norm set_answer_timeout answer_timeout int4_blocks int4_is_measured fp8_quantise attention latent
     attention_scratch decode_linear
@@ -320,6 +322,38 @@ def test_a_long_computation_and_short_ones_in_another_thread() -> None:
         print(turns)
     """
     assert int(alone(code)) > 0
+
+
+def test_two_threads_look_for_ctrl_c_for_the_first_time() -> None:
+    """What one of them runs for it may give the GIL to the other, which must not wait for it with the GIL."""
+    code = """
+        import faulthandler, sys, threading, time
+        sys.path[:0] = HERE
+        from test_waiting import allocated, experts, forward
+
+        big, small = allocated(experts(has_bias=False, hidden=512, inner=2048)), allocated(experts())
+        looked = []
+        def slow(frame, event, argument):
+            if frame.f_code.co_filename == "<string>" and not looked:
+                looked.append(1)
+                time.sleep(0.5)  # the other thread has the GIL, and looks, too
+        def long():
+            sys.settrace(slow)
+            end = time.monotonic() + 20
+            while not looked and time.monotonic() < end:
+                forward(big, 8192)
+        faulthandler.dump_traceback_later(60, exit=True)
+        first, second = threading.Thread(target=long), threading.Thread(target=forward, args=(small,))
+        first.start()
+        time.sleep(0.02)
+        second.start()
+        first.join()
+        second.join()
+        print("ended", len(looked))
+    """
+    here = repr([*map(str, Path(__file__).parents[:2])])
+    answer = prepared.run(textwrap.dedent(code).replace("HERE", here))
+    assert (answer.stdout, answer.returncode) == ("ended 1\n", 0), answer.stderr
 
 
 def test_a_prompt_of_several_passes_lets_others_in_between() -> None:

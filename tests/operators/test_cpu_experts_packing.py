@@ -91,6 +91,24 @@ def test_nothing_runs_before_the_memory_is_there() -> None:
         operator.finish()
 
 
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_a_refused_write_leaves_the_experts_as_they_were(weights: str) -> None:
+    operator = ready("qwen3_moe", weights)
+    arguments = inputs(operator.spec, 7)
+    want = operator(*arguments)
+    for name in operator.parameter_shapes():
+        kept = [operator.unpack(name, expert) for expert in range(operator.parameter_shapes()[name][0])]
+        broken = torch.randn(kept[1].shape)
+        broken[-1, 3] = float("nan")
+        with pytest.raises(OperatorError, match=r"expert 1, .*holds a NaN"):
+            operator.load(name, broken, 1, None)
+        with pytest.raises(OperatorError, match=r"expert 1, .*holds a NaN"):
+            operator.load(name, torch.stack([kept[0] + 1, broken, *kept[2:]]), None, None)
+        assert all(torch.equal(operator.unpack(name, expert), old) for expert, old in enumerate(kept))
+    operator.finish()
+    assert torch.equal(operator(*arguments), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
 def test_codes_are_not_taken_for_values(dtype: torch.dtype) -> None:
     operator = build(family("qwen3_moe"))

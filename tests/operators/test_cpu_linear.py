@@ -463,6 +463,49 @@ def test_refused_loads_and_inputs() -> None:
     refuses(r"found input \[2, 55\]; expected \[\.\.\., 56\]", operator, torch.randn(2, 55))
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "mxfp4", "nvfp4", "fp8_channel", "mxfp8"])
+def test_a_refused_write_leaves_the_layer_as_it_was(weights: str) -> None:
+    """What PEFT's merge of an adapter that diverged does. Outputs before the NaN could be packed."""
+    layer = linear(200, 64, bias=True)
+    operator = swapped(layer, weights=weights, group_size=32)
+    x = torch.randn(3, 64)
+    want, kept = operator(x), operator.unpack("weight")
+    broken = torch.randn(200, 64)
+    broken[190, 7] = float("nan")
+    with pytest.raises(OperatorError, match="weight: output row 190 holds a NaN"):
+        operator.weight.data = broken
+    with pytest.raises(OperatorError, match="weight: output row 190 holds a NaN"):
+        operator.weight.add_(broken)
+    assert torch.equal(operator(x), want)
+    assert torch.equal(operator.unpack("weight"), kept)
+    operator.finish()
+    operator.weight.data = layer.weight
+    assert torch.equal(operator(x), want)
+    operator.weight.data = torch.randn(200, 64)
+    assert not torch.equal(operator(x), want)
+
+
+def test_a_refused_write_is_no_loss() -> None:
+    operator = swapped(linear(8, 64).bfloat16())
+    assert operator.is_lossless()
+    with pytest.raises(OperatorError, match="shape"):
+        operator.write("weight", torch.randn(8, 63))
+    assert operator.is_lossless()
+
+
+def test_a_layer_without_weights_computes_nothing() -> None:
+    layer = linear(24, 64, bias=True)
+    operator = CpuLinear.build(layer, CpuLinearConfig(device="cpu", weights="int8"))
+    operator.allocate()
+    refuses("forward: never loaded: weight", operator, torch.randn(1, 64))
+    broken = layer.weight.clone()
+    broken[20, 3] = float("inf")
+    refuses("output row 20 holds", operator.load, "weight", broken, None, None)
+    refuses("forward: never loaded: weight", operator, torch.randn(1, 64))
+    operator.load("weight", layer.weight, None, None)
+    refuses("forward: never loaded: bias", operator, torch.randn(1, 64))
+
+
 def test_refused_rules() -> None:
     bad = [{"name": "norm", "match": {"path": r".*\.norm"}, "replace": {"operator": "cpu_linear"}}]
     with pytest.raises(PlanError, match=r"cannot replace a Qwen3MoeRMSNorm: it replaces nn\.Linear"):

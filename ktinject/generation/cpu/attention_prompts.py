@@ -77,7 +77,8 @@ def attend(
         scale=d**-0.5 if scaling is None else scaling,
         out=out,
     )
-    # A token that an added mask hides all keys from attends to all of them alike.
+    # A token that an added mask hides all keys from attends to all of them alike. Without a mask each sees one, and
+    # what NaN and infinities give is NaN in `out`, as in torch's.
     return out if is_whole or not is_added else None
 
 

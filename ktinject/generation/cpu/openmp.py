@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ktinject import machine
+
 # Whoever has set one of them has decided.
 _DECIDED = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 # Below so many values torch uses one thread only.
@@ -31,7 +33,7 @@ _PARALLEL_VALUES = 1 << 20
 @functools.cache
 def let_threads_sleep() -> int:
     """Cut the spins of torch's threads, once a process; returns how many teams were started for that."""
-    teams = _teams(torch.get_num_threads(), len(os.sched_getaffinity(0)), os.environ)
+    teams = _teams(torch.get_num_threads(), len(machine.allowed_cpus()), os.environ)
     for _ in range(teams):
         started = threading.Event()
         threading.Thread(target=_hold_team, args=(started,), name="ktinject-openmp", daemon=True).start()

@@ -68,6 +68,63 @@ def test_attention(h: int, kv: int, d: int, dv: int, dtype: torch.dtype, kernel:
         _native.force_kernel("auto")
 
 
+NOT_FINITE = [
+    "query",
+    "query, all",
+    "key",
+    "key of the last token",
+    "all keys",
+    "value",
+    "score",
+    "scores",
+    "low bits",
+]
+
+
+@pytest.mark.parametrize("masked", ["causal", "mask", "bool mask"])
+@pytest.mark.parametrize("case", NOT_FINITE)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_not_finite_is_seen(case: str, masked: str, kernel: str) -> None:
+    """NaN and infinities of queries, keys, values and scores give NaN where torch's own attention does."""
+    torch.manual_seed(0)
+    m = 70  # more than are taken at a time
+    q, k, v = (torch.randn(1, 2, m, 16) for _ in range(3))
+    nan = torch.nan
+    match case:
+        case "query":
+            q[0, 0, 66, 3] = nan
+        case "query, all":
+            q[:] = nan
+        case "key":
+            k[0, 1, 0, 5] = nan
+        case "key of the last token":
+            k[0, 1, m - 1, 5] = nan
+        case "all keys":
+            k[:] = nan
+        case "value":
+            v[0, 0, 0, 7] = nan
+        case "score":
+            q[0, 0, 68, 2], k[0, 0, 1, 2] = torch.inf, 1.0
+        case "scores":
+            q[0, 0, 68, 2], k[0, 0, :, 2] = torch.inf, 1.0
+        case "low bits":
+            q.view(torch.int32)[0, 0, 66, 3] = 0x7FFFFFFF
+    mask = causal(m, m)[None, None] if masked == "bool mask" else None
+    if masked == "mask":
+        mask = torch.zeros(1, 1, m, m).masked_fill_(~causal(m, m), -torch.inf)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=0.3)
+    _native.force_kernel(kernel)
+    try:
+        found = attention_prompts.attend(q, k, v, mask, 0.3)
+    finally:
+        _native.force_kernel("auto")
+    want = want.transpose(1, 2)
+    assert found is not None
+    assert want.isnan().any()
+    assert torch.equal(found.isnan(), want.isnan())
+    assert torch.allclose(found.nan_to_num(), want.nan_to_num(), atol=1e-5)
+
+
 def test_what_it_is_not_for() -> None:
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 9, 8)
     mask = causal(5, 9)[None, None]
