@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <iterator>
 
+#include "cuda/launch_shapes.hpp"
+
 namespace ktinject::cuda::int4 {
 namespace {
 

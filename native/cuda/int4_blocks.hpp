@@ -58,7 +58,7 @@ struct ShapeSm80 {
   static constexpr int stage_bytes(int tokens, bool half_groups) {
     return kOutputs * kInputs / 2 + tokens * kInputs * 2 + (half_groups ? 2 : 1) * kOutputs * 4;
   }
-  static constexpr int kStaticBytes = 16;  // besides the ring
+  static constexpr int kStaticBytes = 128;  // a flag before the ring, which begins at a multiple of that
   static constexpr int shared_bytes(int tokens, bool half_groups, int stages) {
     return stages * stage_bytes(tokens, half_groups) + kStaticBytes;
   }

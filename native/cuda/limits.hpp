@@ -17,13 +17,4 @@ struct Limits {
   bool ends_long_kernels = false;  // the driver ends kernels that run for seconds, mostly where a display is attached
 };
 
-// Blocks that a multiprocessor runs at a time.
-constexpr int blocks_at_once(const Limits& limits, int shared_bytes, int threads) {
-  constexpr int kUnit = 128;  // in which shared memory is given out
-  const int taken = (shared_bytes + kUnit - 1) / kUnit * kUnit + limits.reserved_shared_bytes;
-  const int by_shared = limits.multiprocessor_shared_bytes / taken;
-  const int by_threads = limits.multiprocessor_threads / threads;
-  return by_shared < by_threads ? by_shared : by_threads;
-}
-
 }  // namespace ktinject::cuda
