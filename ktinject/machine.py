@@ -51,13 +51,19 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device as torch numbers it."""
+    """A CUDA device as torch numbers it.
+
+    block_shared_bytes  shared memory that a thread block may ask for; 0: not known
+    ends_long_kernels   the driver ends kernels that run for seconds, mostly since a display is attached
+    """
 
     index: int
     name: str
     memory_bytes: int
     free_bytes: int
     capability: tuple[int, int]
+    block_shared_bytes: int = 0
+    ends_long_kernels: bool = False
 
 
 @dataclass(frozen=True)
@@ -342,8 +348,20 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        gpus.append(Gpu(index, name, total, free, capability))
+        limits = limits_of(index)
+        shared, ends = limits.get("block_shared_bytes", 0), bool(limits.get("ends_long_kernels", False))
+        gpus.append(Gpu(index, name, total, free, capability, shared, ends))
     return tuple(gpus), ""
+
+
+def limits_of(index: int) -> dict[str, int]:
+    """What launches depend on of a CUDA device (native/cuda/limits.hpp); empty where our kernels do not run there."""
+    from ktinject import _native
+
+    try:
+        return _native.device_limits(index)
+    except RuntimeError:  # no CUDA parts, or a driver too old for their CUDA
+        return {}
 
 
 def canonical(device: str) -> str:

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,10 +44,12 @@ class Explanation:
 
     how     as `Decoding.last` says it afterwards
     reason  as `Decoding.reason`; "" if all its steps run in CUDA graphs, or in the native decoder
+    slower  as `Decoding.slower`, where steps run in CUDA graphs
     """
 
     how: str
     reason: str
+    slower: str = field(default="", compare=False)
 
 
 class Decoding:
@@ -144,7 +146,7 @@ class Decoding:
             found: Explanation = model.generate(*args, **kwargs)
         finally:
             self._local.explains = False
-        return found
+        return replace(found, slower=self.slower) if found.how.startswith("graph") else found
 
     def require(self, support: Support) -> None:
         """Refuse a request that recorded steps do not serve, if it must not be slow. Raises OperatorError."""
@@ -170,6 +172,15 @@ class Decoding:
     @fused.setter
     def fused(self, fused: Fused | None) -> None:
         self._fused, self._fuses = fused, fused is not None
+
+    @property
+    def slower(self) -> str:
+        """Which modules keep transformers' kernels in captured steps though there are faster ones, and why.
+
+        "" if none does, and before the first captured request: that is found by comparing them in its first step.
+        """
+        found = {} if self._fused is None else self._fused.slower()
+        return "; ".join(f"{', '.join(paths)}: {reason}" for reason, paths in found.items())
 
     def release(self) -> None:
         """Give back all captured graphs and their caches; the next request captures again."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ktinject import env, measured
+from ktinject import _native, env, measured
 from ktinject.grid import Grid
 from ktinject.hf import compat
 from ktinject.machine import Gpu, Kernel, Machine, detect
@@ -216,6 +216,8 @@ class _GpuKernels:
         return ""
 
 
+# What the kernels of decode steps ask for where they have the most weights on their way.
+_MUCH_SHARED_BYTES = 227 << 10
 # By subject, best first: where the first alternative runs, the others are not needed.
 _GPU_KERNELS = {
     "GPU experts": [_GpuKernels("handoff, resident, streamed")],
@@ -226,6 +228,22 @@ _GPU_KERNELS = {
         _GpuKernels("unpacked when loaded, cuBLAS"),
     ],
 }
+
+
+def _reservations(gpus: Iterable[Gpu]) -> Iterator[str]:
+    """What of a GPU makes our kernels slower, or lets them fail, than on another one."""
+    for gpu in gpus:
+        if 0 < gpu.block_shared_bytes < _MUCH_SHARED_BYTES:
+            yield (
+                f"cuda:{gpu.index} has {gpu.block_shared_bytes >> 10} KiB of shared memory a thread block, not "
+                f"{_MUCH_SHARED_BYTES >> 10}: kernels of decode steps have fewer weights on their way"
+            )
+        if gpu.ends_long_kernels:
+            yield (
+                f"the driver of cuda:{gpu.index} ends kernels that run for seconds, mostly since a display is "
+                f"attached: a captured step waits {_native.LONGEST_KERNEL_SECONDS:g} s at most for the CPU's experts, "
+                "and other waits are functions of the host"
+            )
 
 
 def _explain_gpus(machine: Machine) -> Iterator[Finding]:
@@ -242,7 +260,7 @@ def _explain_gpus(machine: Machine) -> Iterator[Finding]:
         reason = "the native core was built without nvcc; install the CUDA toolkit and build again"
         yield Finding("GPU", has, "nothing; torch's kernels alone where you name it as a device", reason)
         return
-    yield Finding("GPU", has, "our kernels and torch's")
+    yield Finding("GPU", has, "our kernels and torch's", "; ".join(_reservations(machine.gpus)))
     for subject, alternatives in _GPU_KERNELS.items():
         able, uses, reasons = dict[str, None](), dict[str, list[str]](), dict[str, None]()
         for gpu in machine.gpus:

@@ -14,6 +14,7 @@
 #include "cuda/devices.hpp"
 #include "cuda/resident.hpp"
 #include "handoff/dispatcher.hpp"
+#include "handoff/waits.hpp"
 
 namespace nb = nanobind;
 
@@ -173,6 +174,11 @@ void def_dispatcher(nb::module_& m) {
       "handoff_naps", [] { return handoff::dispatcher().naps(); },
       "For tests: whether the dispatcher naps where it would else sleep, since submits are under way or were "
       "captured.");
+  m.attr("LONGEST_KERNEL_SECONDS") = handoff::kLongestKernelSeconds;
+  m.def("kernel_wait_seconds", &handoff::kernel_wait_seconds, nb::arg("answer_timeout"), nb::arg("ends_long_kernels"),
+        "How long a kernel waits for the CPU, at most LONGEST_KERNEL_SECONDS where the driver ends long ones.");
+  m.def("next_quiet_ns", &handoff::next_quiet_ns, nb::arg("quiet"), nb::arg("waited"), nb::arg("came_in_it"),
+        "How long the next wait of a slot reads one word alone; see native/handoff/waits.hpp.");
   m.def("set_answer_timeout", &handoff::set_answer_timeout, nb::arg("seconds"), "How long an answer may take.");
   m.def("answer_timeout", &handoff::answer_timeout, "How long an answer may take, in seconds.");
 }

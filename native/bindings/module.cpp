@@ -81,6 +81,7 @@ NB_MODULE(_native, m) {
   nanobind::set_leak_warnings(false);
   m.doc() = "Native core of ktinject.";
   ktinject::init_system(m);
+  ktinject::init_devices(m);
   ktinject::init_experts(m);
   ktinject::init_handoff(m);
   ktinject::init_expert_cache(m);

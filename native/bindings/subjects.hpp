@@ -6,6 +6,7 @@
 namespace ktinject {
 
 void init_system(nanobind::module_& m);
+void init_devices(nanobind::module_& m);
 void init_experts(nanobind::module_& m);
 void init_handoff(nanobind::module_& m);
 void init_expert_cache(nanobind::module_& m);

@@ -5,7 +5,6 @@
 #include "bindings/sequences.hpp"
 #include "bindings/subjects.hpp"
 #include "bindings/waiting.hpp"
-#include "cuda/devices.hpp"
 #include "gemm/backends.hpp"
 #include "gemm/ceilings.hpp"
 #include "runtime/alone.hpp"
@@ -153,25 +152,6 @@ void def_measurements(nb::module_& m) {
       "(Experts.id, how often each of its experts was chosen since uses_start()) of each that computed since then.");
 }
 
-void def_cuda_devices(nb::module_& m) {
-  m.def("cuda_built", &cuda::is_built, "Whether the CUDA parts were compiled in.");
-  m.def(
-      "cuda_devices",
-      [] {
-        nb::list devices;
-        for (const cuda::Device& device : cuda::devices()) {
-          nb::dict row;
-          row["name"] = device.name;
-          row["capability"] = nb::make_tuple(device.major, device.minor);
-          row["memory_bytes"] = device.memory_bytes;
-          row["multiprocessors"] = device.multiprocessors;
-          devices.append(row);
-        }
-        return devices;
-      },
-      "CUDA devices as the native core sees them. Raises RuntimeError in a build without CUDA, or without a driver.");
-}
-
 }  // namespace
 
 void init_system(nb::module_& m) {
@@ -179,7 +159,6 @@ void init_system(nb::module_& m) {
   def_threads(m);
   def_memory(m);
   def_measurements(m);
-  def_cuda_devices(m);
 }
 
 }  // namespace ktinject

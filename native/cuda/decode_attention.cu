@@ -29,7 +29,9 @@
 
 #include "cuda/decode_ops.hpp"
 #include "cuda/early.cuh"
+#include "cuda/launch_shapes.hpp"
 #include "cuda/on_device.cuh"
+#include "cuda/shared_memory.cuh"
 #include "cuda/values.cuh"
 
 namespace ktinject::cuda {
@@ -41,7 +43,7 @@ constexpr int kPositions = 16;  // of the cache, that a warp works on at a time
 // Sizes that follow from kSize, the values of a head.
 template <int kSize>
 struct Sizes {
-  static constexpr int kWarps = kSize > 128 ? 8 : 16;
+  static constexpr int kWarps = attention_warps(kSize);
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kAtOnce = kWarps * kPositions;          // positions of a block
   static constexpr int kPieces = kSize / 32;                   // of 16 bytes, that a lane has of a head
@@ -483,6 +485,9 @@ __global__ void __launch_bounds__(kWarp) append_kernel(const Attention p) {
   append(block, key, value, static_cast<int>(position_of(p, position, block.batch)), lane);
 }
 
+template <int kSize>
+constexpr size_t kStaticBytes = attention_static_bytes(kSize);
+
 template <class T, int kSize>
 __global__ void __launch_bounds__(Sizes<kSize>::kThreads) attention_kernel(const Attention p) {
   using S = Sizes<kSize>;
@@ -492,6 +497,7 @@ __global__ void __launch_bounds__(Sizes<kSize>::kThreads) attention_kernel(const
   __shared__ uint4 queries[kHeads][S::kPitch];
   __shared__ uint4 new_key[kSize / 8];
   __shared__ Shares<S::kWarps> shares;
+  static_assert(sizeof queries + sizeof new_key + sizeof shares + 16 <= kStaticBytes<kSize>);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4, own = lane * P::kEach;
   const Block<T, kSize> block(p);
   const Place<kSize> place(static_cast<int>(threadIdx.x));
@@ -552,14 +558,9 @@ __global__ void __launch_bounds__(Sizes<kSize>::kThreads) attention_kernel(const
 template <class T, int kSize>
 void run(const Attention& p, int device, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(float) * Sizes<kSize>::kWarps * kHeads * Sizes<kSize>::kStride;
-  static std::atomic<uint64_t> ready{0};
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if ((ready.load(std::memory_order_relaxed) & bit) == 0) {
-    check_cuda(cudaFuncSetAttribute(attention_kernel<T, kSize>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(kBytes)),
-               "attention: asking for shared memory");
-    ready.fetch_or(bit, std::memory_order_relaxed);
-  }
+  static_assert(kBytes == attention_dynamic_bytes(kSize));
+  static SharedMemory shared;
+  shared.allow("attention", attention_kernel<T, kSize>, kBytes, device);
   const int chunks = (p.q_heads / p.kv_heads + kHeads - 1) / kHeads;
   // Where heads that share keys are several blocks, all write the same.
   if (p.is_consecutive)

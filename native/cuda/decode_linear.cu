@@ -15,27 +15,24 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
 #include <stdexcept>
 
+#include "cuda/devices.hpp"
 #include "cuda/early.cuh"
+#include "cuda/launch_shapes.hpp"
 #include "cuda/on_device.cuh"
 #include "cuda/prefetch.cuh"
+#include "cuda/shared_memory.cuh"
 #include "cuda/values.cuh"
 
 namespace ktinject::cuda {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = LinearShape::kThreads;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kTile = 8;
+constexpr int kTile = LinearShape::kTile;
 constexpr int kStep = 32;
 constexpr int kRows = DecodeLinear::kMostRows;
-constexpr int kMostTiles = 8;
-// How many pieces of 16 bytes a thread has on their way: as many as shared memory allows.
-constexpr int kHeldHopper = 24, kHeldBefore = 8;
-// Of all blocks, fetched into L2 behind those: less than it has, so that what others fetched stays there.
-constexpr int64_t kMostInL2 = int64_t{32} << 20;
 
 __device__ void fetch(uint4* to, const void* from) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -66,13 +63,7 @@ __host__ __device__ inline int outputs(const DecodeLinear& p) { return p.n[0] + 
 // How the work is cut. A group is the kTiles tiles that a block works on at a time; a round is a step for every warp.
 template <int kTiles>
 struct Cut {
-#if __CUDA_ARCH__ >= 900
-  static constexpr int kHeld = kHeldHopper;
-#else
-  static constexpr int kHeld = kHeldBefore;
-#endif
-  static constexpr int kAhead = kHeld / kTiles > 0 ? kHeld / kTiles : 1;  // rounds of weights on their way
-  static constexpr int kOwn = kTiles == 2 ? 8 : 4;                        // rounds whose tokens are read at once
+  static constexpr int kOwn = kTiles == 2 ? 8 : 4;  // rounds whose tokens are read at once
 
   int warp, g, t;  // this lane
   int total;       // outputs
@@ -103,11 +94,12 @@ __device__ __forceinline__ void find_rows(const DecodeLinear& p, const Cut<kTile
   }
 }
 
-// The rows of groups from `group` on, as far as they fit, a row a thread.
+// The rows of groups from `group` on, as far as they fit into `l2_bytes`, a row a thread.
 template <class T, int kTiles>
-__device__ __forceinline__ void prefetch_groups(const DecodeLinear& p, const Cut<kTiles>& cut, int group) {
+__device__ __forceinline__ void prefetch_groups(const DecodeLinear& p, const Cut<kTiles>& cut, int group,
+                                                int64_t l2_bytes) {
   const int64_t bytes = static_cast<int64_t>(p.k) * sizeof(T);
-  int64_t left = kMostInL2 - kTiles * kTile * bytes * gridDim.x;
+  int64_t left = l2_bytes - kTiles * kTile * bytes * gridDim.x;
 #pragma unroll 1
   for (; group < cut.groups && left >= 0; group += static_cast<int>(gridDim.x)) {
     const int output = group * kTiles * kTile + static_cast<int>(threadIdx.x);
@@ -231,9 +223,13 @@ __device__ __forceinline__ void write_group(const DecodeLinear& p, const Cut<kTi
   }
 }
 
-template <class T, int kTiles>
-__global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear p) {
-  constexpr int kOwn = Cut<kTiles>::kOwn, kAhead = Cut<kTiles>::kAhead;
+template <int kTiles, int kHeld>
+constexpr int kAheadOf = LinearShape::ahead(kTiles, kHeld);
+
+// kHeld, l2_bytes: of the LinearShape.
+template <class T, int kTiles, int kHeld>
+__global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear p, int64_t l2_bytes) {
+  constexpr int kOwn = Cut<kTiles>::kOwn, kAhead = kAheadOf<kTiles, kHeld>;  // rounds of weights on their way
   extern __shared__ uint4 held[];  // a ring of rounds of weights: [kAhead][kTiles][kThreads]
   __shared__ float partial[kTiles][kWarps][kRows * kTile];
   const Cut<kTiles> cut(p);
@@ -258,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear 
   };
 #pragma unroll 1
   for (int i = 0; i < kAhead; ++i) fetch_round();
-  prefetch_groups<T>(p, cut, next_group);
+  prefetch_groups<T>(p, cut, next_group, l2_bytes);
   if (p.then != nullptr && threadIdx.x == 0)
     prefetch_share(p.then, p.then_bytes, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   const auto* norm = static_cast<const T*>(p.norm) + cut.t * 8;
@@ -305,20 +301,13 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear 
   }
 }
 
-template <class T, int kTiles>
-void run(const DecodeLinear& p, int blocks, bool hopper, int device, cudaStream_t stream) {
-  static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
-  const int held = hopper ? kHeldHopper : kHeldBefore;
-  const size_t bytes = static_cast<size_t>(std::max(1, held / kTiles) * kTiles) * kThreads * sizeof(uint4);
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if ((ready.load(std::memory_order_relaxed) & bit) == 0) {
-    check_cuda(cudaFuncSetAttribute(linear_kernel<T, kTiles>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(bytes)),
-               "decode_linear: asking for shared memory");
-    ready.fetch_or(bit, std::memory_order_relaxed);
-  }
-  launch_early("launching decode_linear", linear_kernel<T, kTiles>,
-               {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), stream, bytes}, p);
+template <class T, int kTiles, int kHeld>
+void run(const DecodeLinear& p, const LinearShape& shape, int device, cudaStream_t stream) {
+  static SharedMemory shared;
+  const auto bytes = static_cast<size_t>(LinearShape::dynamic_bytes(kTiles, kHeld));
+  shared.allow("decode_linear", linear_kernel<T, kTiles, kHeld>, bytes, device);
+  launch_early("launching decode_linear", linear_kernel<T, kTiles, kHeld>,
+               {dim3(static_cast<unsigned>(shape.blocks)), dim3(kThreads), stream, bytes}, p, shape.l2_bytes);
 }
 
 }  // namespace
@@ -332,32 +321,20 @@ void decode_linear(const DecodeLinear& p, DType dtype, Stream to) {
   for (const void* weights : p.weights) fits = fits && aligned(weights);
   if (!fits) throw std::invalid_argument("decode_linear: addresses must be multiples of 16");
   const OnStream stream(to);
-  const int device = to.device;
-  int multiprocessors = 0;
-  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-             "asking for a device's size");
-  const bool hopper = is_hopper(device);
-  const int tiles = (outputs(p) + kTile - 1) / kTile;
-  if (tiles == 0) return;
-  // One group a block where that has all; else the block with most tiles decides. Groups of few tiles are slower.
-  const int each = (tiles + multiprocessors - 1) / multiprocessors, most = hopper ? kMostTiles : kHeldBefore / 2;
-  auto longest = [&](int size) {
-    const int groups = (tiles + size - 1) / size;
-    return (groups + multiprocessors - 1) / multiprocessors * size;
-  };
-  int wanted = std::min(each, most);
-  for (const int size : {6, 5, 4, 3})
-    if (each > most && size < most && longest(size) < longest(wanted)) wanted = size;
+  if (outputs(p) == 0) return;
+  const LinearShape shape = linear_shape(outputs(p), device_at(to.device).limits);
   auto launch = [&]<class T>(T) {
     auto with = [&]<int kTiles>() {
-      run<T, kTiles>(p, std::min(multiprocessors, (tiles + kTiles - 1) / kTiles), hopper, device, stream);
+      if (shape.held == LinearShape::kMuch) return run<T, kTiles, LinearShape::kMuch>(p, shape, to.device, stream);
+      if constexpr (kTiles <= LinearShape::most_tiles(LinearShape::kLittle))
+        run<T, kTiles, LinearShape::kLittle>(p, shape, to.device, stream);
     };
-    if (wanted <= 1) with.template operator()<1>();
-    else if (wanted <= 2) with.template operator()<2>();
-    else if (wanted <= 3) with.template operator()<3>();
-    else if (wanted <= 4) with.template operator()<4>();
-    else if (wanted <= 5) with.template operator()<5>();
-    else if (wanted <= 6) with.template operator()<6>();
+    if (shape.tiles <= 1) with.template operator()<1>();
+    else if (shape.tiles <= 2) with.template operator()<2>();
+    else if (shape.tiles <= 3) with.template operator()<3>();
+    else if (shape.tiles <= 4) with.template operator()<4>();
+    else if (shape.tiles <= 5) with.template operator()<5>();
+    else if (shape.tiles <= 6) with.template operator()<6>();
     else with.template operator()<8>();
   };
   if (dtype == DType::bf16) launch(__nv_bfloat16{});

@@ -1,13 +1,14 @@
 // Kernels that begin while the one before them in the stream still runs (programmatic dependent launch). In a chain of
-// short kernels, as much time would be spent between kernels as in them. Before Hopper these are plain launches.
+// short kernels, as much time would be spent between kernels as in them. Where the code has no instructions for that
+// (before Hopper, or built for older devices alone), these are plain launches.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <utility>
 
 #include "cuda/check.cuh"
+#include "cuda/devices.hpp"
 
 namespace ktinject::cuda {
 
@@ -25,18 +26,6 @@ __device__ inline void release_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-}
-
-inline bool is_hopper(int device) {
-  static std::atomic<uint64_t> known{0}, found{0};
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if ((known.load(std::memory_order_acquire) & bit) == 0) {
-    int major = 0;
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking for a device's age");
-    if (major >= 9) found.fetch_or(bit, std::memory_order_relaxed);
-    known.fetch_or(bit, std::memory_order_release);
-  }
-  return (found.load(std::memory_order_relaxed) & bit) != 0;
 }
 
 struct Launch {
@@ -59,7 +48,7 @@ void launch_early(const char* what, void (*kernel)(Parameters...), const Launch&
   config.dynamicSmemBytes = launch.shared;
   config.stream = launch.stream;
   config.attrs = &early;
-  config.numAttrs = is_hopper(device) ? 1 : 0;
+  config.numAttrs = device_at(device).limits.has_dependent_launch ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...), what);
 }
 

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <iterator>
 
+#include "cuda/launch_shapes.hpp"
+
 namespace ktinject::cuda::int4 {
 namespace {
 
@@ -136,6 +138,21 @@ Partition cut_into(const Blocks& b, int n, int k, int m, int multiprocessors) {
     p.blocks = p.units;
   }
   return p;
+}
+
+ShapeSm80 shape_sm80(int n, int k, int m, bool half_groups, const Limits& limits) {
+  const int tokens = m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64;
+  auto room = [&](int stages) {
+    return blocks_at_once(limits, ShapeSm80::shared_bytes(tokens, half_groups, stages), ShapeSm80::kThreads);
+  };
+  ShapeSm80 shape{{}, tokens <= 16 ? 6 : tokens == 32 ? 5 : 4, 1};
+  // With few tokens, two blocks on a multiprocessor hide each other's waits: rather with shorter rings than not at all.
+  if (tokens <= 16) {
+    if (room(6) < 2 && room(4) >= 2) shape.stages = 4;
+    shape.room = room(shape.stages) >= 2 ? 2 : 1;
+  }
+  shape.partition = cut(n, k, m, tokens, ShapeSm80::kOutputs, limits.multiprocessors * shape.room);
+  return shape;
 }
 
 Partition partition_sm90(int n, int k, int m, int multiprocessors) {

@@ -1,5 +1,8 @@
-// How a product with int4 weights is cut into blocks on Hopper. Plain C++: what is chosen is tested without a GPU.
+// How a product with int4 weights is cut into blocks: on Hopper, and by the kernels that run elsewhere. Plain C++: what
+// is chosen is tested without a GPU.
 #pragma once
+
+#include "cuda/limits.hpp"
 
 namespace ktinject::cuda::int4 {
 
@@ -41,6 +44,27 @@ inline Partition cut(int n, int k, int m, int tokens, int outputs, int most_bloc
   p.blocks = up(p.line, p.share);
   return p;
 }
+
+// The kernel for all that is not Hopper, int4_linear.cu.
+struct ShapeSm80 {
+  static constexpr int kThreads = 256;
+  static constexpr int kOutputs = 256, kInputs = 64;  // of a stage of a block
+
+  Partition partition;
+  int stages;  // of a block's ring
+  int room;    // blocks that a multiprocessor has at a time
+
+  // Words, activations [tokens][kInputs], and scales with zero points of one group or of two halves.
+  static constexpr int stage_bytes(int tokens, bool half_groups) {
+    return kOutputs * kInputs / 2 + tokens * kInputs * 2 + (half_groups ? 2 : 1) * kOutputs * 4;
+  }
+  static constexpr int kStaticBytes = 128;  // a flag before the ring, which begins at a multiple of that
+  static constexpr int shared_bytes(int tokens, bool half_groups, int stages) {
+    return stages * stage_bytes(tokens, half_groups) + kStaticBytes;
+  }
+};
+// half_groups: groups of 32 inputs.
+ShapeSm80 shape_sm80(int n, int k, int m, bool half_groups, const Limits& limits);
 
 inline bool is_narrow(const Partition& p) { return !p.whole && p.outputs == 128 && p.tokens <= 128; }
 

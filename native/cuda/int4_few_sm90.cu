@@ -239,10 +239,10 @@ __global__ void __launch_bounds__(kFewThreads + 32, 2)
 
 template <class T, int kTokens, bool kHalfGroups, bool kZeros>
 void few(const Call& c) {
-  static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
+  static SharedMemory shared;
   // A ring, and room for the sums of the other blocks of a cluster.
   constexpr int kBytes = kFewStages * Fetch<kTokens, kFewTiles>::kBytes + kFewTiles * 64 * kTokens * 4;
-  launch(int4_few_sm90<T, kTokens, kHalfGroups, kZeros>, ready, kBytes, kFewThreads + 32, c);
+  launch(int4_few_sm90<T, kTokens, kHalfGroups, kZeros>, shared, kBytes, kFewThreads + 32, c);
 }
 
 template <class T, int kTokens>

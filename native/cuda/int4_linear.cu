@@ -21,20 +21,21 @@
 // Source: the striped partition and dequantisation by lop3 are ideas of Marlin (Frantar et al. 2024).
 #include "cuda/int4_linear.hpp"
 
-#include <atomic>
-
+#include "cuda/devices.hpp"
 #include "cuda/int4_tile.cuh"
 #include "cuda/on_device.cuh"
+#include "cuda/shared_memory.cuh"
 
 namespace ktinject::cuda::int4 {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
+constexpr int kThreads = ShapeSm80::kThreads;
+constexpr int kWarps = kThreads / 32;
 constexpr int kTiles = 2;                        // tiles of 16 outputs a warp
 constexpr int kStrip = 16 * kTiles * kWarps;     // outputs a block
-constexpr int kDepth = 64;                       // inputs a stage
+constexpr int kDepth = ShapeSm80::kInputs;       // inputs a stage
 constexpr int kWordBytes = kStrip * kDepth / 2;  // of a stage
+static_assert(kStrip == ShapeSm80::kOutputs);
 
 __device__ __forceinline__ void copy16(void* to, const void* from, bool real) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -50,7 +51,7 @@ __device__ __forceinline__ void wait() {
 // Bytes of a stage: words, activations [tokens][64] with the 16-byte pieces of a row swizzled, scales of one or two
 // groups.
 template <int kTokens, bool kHalfGroups>
-constexpr int kStageBytes = kWordBytes + kTokens * kDepth * 2 + (kHalfGroups ? 2 : 1) * kStrip * 4;
+constexpr int kStageBytes = ShapeSm80::stage_bytes(kTokens, kHalfGroups);
 
 // T: of activations. kTokens: rows of a block, a multiple of 8. kHalfGroups: groups of 32, two a stage. A position is a
 // stage's place in the line, a unit a strip with one block of tokens.
@@ -309,39 +310,19 @@ __global__ void __launch_bounds__(128) int4_dequantise_sm80(const Int4Arguments 
   }
 }
 
-int multiprocessors(int device) {
-  static std::atomic<int> known[64];
-  int count = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
-  if (count == 0) {
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");
-    if (device < 64) known[device].store(count, std::memory_order_relaxed);
-  }
-  return count;
+// Whether a product is one for the kernels that are made of Hopper's own instructions, which run on nothing else.
+bool is_for_sm90(const Int4Matrix& w, const Device& device) {
+  return !w.sm80_only && device.major == 9 && device.minor == 0;
 }
 
-Partition partition_sm80(int n, int k, int m, int blocks) {
-  const int tokens = m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64;
-  return cut(n, k, m, tokens, kStrip, blocks * (tokens <= 16 ? 2 : 1));
+ShapeSm80 shape_of(const Int4Matrix& w, int m, const Device& device) {
+  return shape_sm80(w.n, w.k, m, w.group_size < kDepth, device.limits);
 }
 
-bool is_sm90(int device) {
-  static std::atomic<int> known[64];  // 0: not asked yet, else the compute capability
-  int capability = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
-  if (capability == 0) {
-    int major = 0, minor = 0;
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "reading the capability");
-    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "reading the capability");
-    capability = 10 * major + minor;
-    if (device < 64) known[device].store(capability, std::memory_order_relaxed);
-  }
-  return capability == 90;
-}
-
-Partition partition(const Int4Matrix& w, int m, int device) {
-  const int blocks = multiprocessors(device);
-  if (w.sm80_only || !is_sm90(device)) return partition_sm80(w.n, w.k, m, blocks);
-  if (w.blocks.tokens == 0 || m <= 16) return partition_sm90(w.n, w.k, m, blocks);
-  return cut_into(w.blocks, w.n, w.k, m, blocks);
+Partition partition(const Int4Matrix& w, int m, const Device& device) {
+  if (!is_for_sm90(w, device)) return shape_of(w, m, device).partition;
+  if (w.blocks.tokens == 0 || m <= 16) return partition_sm90(w.n, w.k, m, device.limits.multiprocessors);
+  return cut_into(w.blocks, w.n, w.k, m, device.limits.multiprocessors);
 }
 
 Int4Arguments arguments_of(const Int4Matrix& w) {
@@ -368,24 +349,24 @@ Int4Arguments arguments_of(const Int4Matrix& w) {
 template <class T, int kTokens, bool kHalfGroups, int kStages>
 void launch(const Int4Arguments& p, int blocks, int device, cudaStream_t stream) {
   constexpr int bytes = kStages * kStageBytes<kTokens, kHalfGroups>;
+  static SharedMemory shared;
   auto* kernel = int4_linear_sm80<T, kTokens, kHalfGroups, kStages>;
-  static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if ((ready.load(std::memory_order_relaxed) & bit) == 0) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "asking for shared memory");
-    ready.fetch_or(bit, std::memory_order_relaxed);
-  }
+  shared.allow("int4_linear", kernel, bytes, device);
   kernel<<<blocks, kThreads, bytes, stream>>>(p);
   check(cudaGetLastError(), "launch");
 }
 
 template <class T, bool kHalfGroups>
-void dispatch(int tokens, const Int4Arguments& p, int blocks, int device, cudaStream_t stream) {
-  switch (tokens) {
+void dispatch(const Int4Arguments& p, const ShapeSm80& shape, int device, cudaStream_t stream) {
+  const int blocks = shape.partition.blocks;
+  const bool few = shape.stages == 4;
+  switch (shape.partition.tokens) {
     case 8:
-      return launch<T, 8, kHalfGroups, 6>(p, blocks, device, stream);
+      return few ? launch<T, 8, kHalfGroups, 4>(p, blocks, device, stream)
+                 : launch<T, 8, kHalfGroups, 6>(p, blocks, device, stream);
     case 16:
-      return launch<T, 16, kHalfGroups, 6>(p, blocks, device, stream);
+      return few ? launch<T, 16, kHalfGroups, 4>(p, blocks, device, stream)
+                 : launch<T, 16, kHalfGroups, 6>(p, blocks, device, stream);
     case 32:
       return launch<T, 32, kHalfGroups, 5>(p, blocks, device, stream);
     default:
@@ -393,14 +374,13 @@ void dispatch(int tokens, const Int4Arguments& p, int blocks, int device, cudaSt
   }
 }
 
-void run_sm80(Int4Arguments p, const Partition& part, bool fp16, int device, cudaStream_t stream) {
+void run_sm80(const Int4Arguments& p, const ShapeSm80& shape, bool fp16, int device, cudaStream_t stream) {
   const bool half_groups = p.stages_per_group == 0;
   if (fp16)
-    half_groups ? dispatch<__half, true>(part.tokens, p, part.blocks, device, stream)
-                : dispatch<__half, false>(part.tokens, p, part.blocks, device, stream);
+    half_groups ? dispatch<__half, true>(p, shape, device, stream) : dispatch<__half, false>(p, shape, device, stream);
   else
-    half_groups ? dispatch<__nv_bfloat16, true>(part.tokens, p, part.blocks, device, stream)
-                : dispatch<__nv_bfloat16, false>(part.tokens, p, part.blocks, device, stream);
+    half_groups ? dispatch<__nv_bfloat16, true>(p, shape, device, stream)
+                : dispatch<__nv_bfloat16, false>(p, shape, device, stream);
 }
 
 }  // namespace
@@ -412,7 +392,7 @@ using namespace int4;
 
 Int4Scratch int4_scratch(const Int4Matrix& weight, int m, int device) {
   if (m < 1) return {};
-  const Partition part = partition(weight, m, device);
+  const Partition part = partition(weight, m, device_at(device));
   if (part.sharers != 0 || part.whole) return {};
   return {static_cast<size_t>(2) * part.blocks * part.outputs * part.tokens * sizeof(float),
           static_cast<size_t>(part.units)};
@@ -423,7 +403,8 @@ void int4_linear(const Int4Matrix& weight, const float* bias, const void* x, boo
   Int4Arguments p = arguments_of(weight);
   if (m < 1) return;
   const OnDevice here(device);
-  const Partition part = partition(weight, m, device);
+  const Device& there = device_at(device);
+  const Partition part = partition(weight, m, there);
   p.bias = bias;
   p.x = static_cast<const uint8_t*>(x);
   p.y = y;
@@ -437,8 +418,8 @@ void int4_linear(const Int4Matrix& weight, const float* bias, const void* x, boo
   p.token_blocks = part.token_blocks;
   p.silent = weight.every_lane ? 0 : 31;
   const auto on = static_cast<cudaStream_t>(stream);
-  if (weight.sm80_only || !is_sm90(device)) run_sm80(p, part, fp16, device, on);
-  else run_sm90(p, part, fp16, device, on);
+  if (is_for_sm90(weight, there)) run_sm90(p, part, fp16, device, on);
+  else run_sm80(p, shape_of(weight, m, there), fp16, device, on);
 }
 
 void int4_dequantise(const Int4Matrix& weight, int first_row, int rows, bool fp16, void* out, int device,

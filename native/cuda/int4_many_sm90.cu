@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
 
 template <class T, int kTokens, int kGroups, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>
 void many(const Call& c) {
-  static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
-  launch(int4_many_sm90<T, kTokens, kGroups, kTiles, kHalfGroups, kZeros, kMixed>, ready,
+  static SharedMemory shared;
+  launch(int4_many_sm90<T, kTokens, kGroups, kTiles, kHalfGroups, kZeros, kMixed>, shared,
          ShapeOf<kTokens, kGroups, kTiles>::kBytes, kGroups * 128 + 128, c);
 }
 

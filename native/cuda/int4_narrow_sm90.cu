@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(3 * 128, ShapeOf<kTokens>::kBlocks)
 
 template <class T, int kTokens, bool kHalfGroups, bool kZeros, bool kMixed>
 void narrow(const Call& c) {
-  static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
-  launch(int4_narrow_sm90<T, kTokens, kHalfGroups, kZeros, kMixed>, ready, ShapeOf<kTokens>::kBytes, 3 * 128, c);
+  static SharedMemory shared;
+  launch(int4_narrow_sm90<T, kTokens, kHalfGroups, kZeros, kMixed>, shared, ShapeOf<kTokens>::kBytes, 3 * 128, c);
 }
 
 }  // namespace

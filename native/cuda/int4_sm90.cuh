@@ -6,11 +6,11 @@
 // it still runs (programmatic dependent launch). Until that has ended, only weights are read.
 #pragma once
 
-#include <atomic>
 #include <type_traits>
 
 #include "cuda/hopper.cuh"
 #include "cuda/int4_tile.cuh"
+#include "cuda/shared_memory.cuh"
 
 namespace ktinject::cuda::int4 {
 
@@ -348,13 +348,9 @@ void run_many_sm90(const Call& c, bool fp16);
 void run_narrow_sm90(const Call& c, bool fp16);
 void run_whole_sm90(const Call& c, bool fp16);
 
-inline void launch(void (*kernel)(Int4Arguments, CUtensorMap), std::atomic<uint64_t>& ready, int bytes, int threads,
+inline void launch(void (*kernel)(Int4Arguments, CUtensorMap), SharedMemory& shared, int bytes, int threads,
                    const Call& c) {
-  const uint64_t bit = uint64_t{1} << (c.device % 64);
-  if ((ready.load(std::memory_order_relaxed) & bit) == 0) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "asking for shared memory");
-    ready.fetch_or(bit, std::memory_order_relaxed);
-  }
+  shared.allow("int4_linear", kernel, static_cast<size_t>(bytes), c.device);
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

@@ -181,9 +181,9 @@ __global__ void __launch_bounds__(ShapeOf<kTokens, kGroups, kSets>::kThreads + 1
 
 template <class T, int kTokens, int kGroups, int kSets, bool kHalfGroups, bool kZeros, bool kMixed>
 void whole(const Call& c) {
-  static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
+  static SharedMemory shared;
   using Shape = ShapeOf<kTokens, kGroups, kSets>;
-  launch(int4_whole_sm90<T, kTokens, kGroups, kSets, kHalfGroups, kZeros, kMixed>, ready, Shape::kBytes,
+  launch(int4_whole_sm90<T, kTokens, kGroups, kSets, kHalfGroups, kZeros, kMixed>, shared, Shape::kBytes,
          Shape::kThreads + 128, c);
 }
 

@@ -7,10 +7,12 @@
 #include <stdexcept>
 #include <utility>
 
+#include "cuda/devices.hpp"
 #include "cuda/on_device.cuh"
 #include "cuda/route.cuh"
 #include "handoff/dispatcher.hpp"
 #include "handoff/kernels.cuh"
+#include "handoff/waits.hpp"
 
 namespace ktinject::handoff {
 namespace {
@@ -19,7 +21,12 @@ using cuda::AsideOfCaptures;
 using cuda::check_cuda;
 using cuda::OnDevice;
 
-uint64_t timeout_ns() { return static_cast<uint64_t>(answer_timeout() * 1e9); }
+bool ends_long_kernels(int device) { return cuda::device_at(device).limits.ends_long_kernels; }
+
+// Of a kernel that waits.
+uint64_t timeout_ns(int device) {
+  return static_cast<uint64_t>(kernel_wait_seconds(answer_timeout(), ends_long_kernels(device)) * 1e9);
+}
 
 // The graph that a stream is captured into, or null.
 cudaGraph_t captured_graph(cudaStream_t stream) {
@@ -33,11 +40,17 @@ cudaGraph_t captured_graph(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusNone ? nullptr : graph;
 }
 
-// Makes a graph, and all that is instantiated from it, keep the slots alive. CUDA releases them on a thread of its own,
-// which must not call CUDA.
+// What a graph with a submit keeps.
+struct Kept {
+  std::shared_ptr<Slots> slots;
+  Dispatcher::Replayable replayable;
+};
+
+// Makes a graph, and all that is instantiated from it, keep the slots alive and the dispatcher awake. CUDA releases
+// both on a thread of its own, which must not call CUDA.
 void keep_in(cudaGraph_t graph, const std::shared_ptr<Slots>& slots) {
-  auto kept = std::make_unique<std::shared_ptr<Slots>>(slots);
-  const cudaHostFn_t drop = [](void* held) { delete static_cast<std::shared_ptr<Slots>*>(held); };
+  auto kept = std::unique_ptr<Kept>(new Kept{slots, Dispatcher::Replayable(dispatcher())});
+  const cudaHostFn_t drop = [](void* held) { delete static_cast<Kept*>(held); };
   cudaUserObject_t object = nullptr;
   check_cuda(cudaUserObjectCreate(&object, kept.get(), drop, 1, cudaUserObjectNoDestructorSync), "keeping slots");
   kept.release();  // the object's
@@ -75,6 +88,7 @@ Channel::~Channel() {
       for (const auto& slot : slots->all) dispatcher().settle(slot.get());
   // Entries of this layer may still come. The dispatcher thread answers them without the experts.
   if (idle) return;
+  lose_announcements();
   new std::vector<std::shared_ptr<Slots>>(std::move(used_));
   new std::vector<std::shared_ptr<Slots>>(std::move(foreseen_in_));
 }
@@ -88,6 +102,12 @@ std::vector<SlotCounts> Channel::slot_counts() const {
   std::vector<SlotCounts> counts;
   for (const auto& slots : used()) counts.push_back({slots->counts, static_cast<int>(slots->all.size())});
   return counts;
+}
+
+// The device has failed, so no kernel of this process runs there any more.
+void Channel::lose_announcements() const {
+  for (const auto& slots : used())
+    if (slots->ring.entries != nullptr) dispatcher().lose(slots->ring.entries);
 }
 
 void Channel::check_request(const Slots& slots, const DeviceRequest& request) const {
@@ -118,12 +138,11 @@ void Channel::submit(const std::shared_ptr<Slots>& slots, int index, const Devic
   ring.address = slot.address;
   if (cudaGraph_t graph = captured_graph(stream)) {
     keep_in(graph, slots);
-    dispatcher().nap();
   } else {
     slot.follow_in(raw_stream);
     if (slots->mode == Mode::flags) {
       ring.address |= kAnnounced;
-      dispatcher().announce();
+      dispatcher().announce(ring.entries);
     }
   }
   const Payload payload{request.x,
@@ -151,9 +170,9 @@ void Channel::submit(const std::shared_ptr<Slots>& slots, int index, const Devic
       std::lock_guard lock(mutex_);
       if (std::find(used_.begin(), used_.end(), slots) == used_.end()) used_.push_back(slots);
     }
-    launch_submit(view, ring, payload, timeout_ns(), stream);
+    launch_submit(view, ring, payload, timeout_ns(device_), stream);
   } catch (...) {
-    if (ring.address & kAnnounced) dispatcher().withdraw();
+    if (ring.address & kAnnounced) dispatcher().withdraw(ring.entries);
     throw;
   }
   if (slots->mode == Mode::host_func)
@@ -170,12 +189,14 @@ void Channel::wait(const std::shared_ptr<Slots>& slots, int index, int tokens, D
   OnDevice on(device_);
   if (raw_stream != submitted_in)
     cuda::follow(stream, reinterpret_cast<cudaStream_t>(submitted_in), "waiting for the stream that submitted");
-  if (slots->mode == Mode::host_func)
+  const bool is_captured = captured_graph(stream) != nullptr;
+  // A graph would lose more by a host function in each layer, and its waits are short.
+  if (slots->mode == Mode::host_func || (!is_captured && ends_long_kernels(device_)))
     check_cuda(cudaLaunchHostFunc(stream, Slot::await_answer, &slot), "adding a host function");
   SlotView view = slot.view;
   view.status = layer_->status, view.layer = layer_;
-  launch_wait(view, out, {addend, residual}, values, dtype, timeout_ns(), stream);
-  if (captured_graph(stream) == nullptr) slot.free_after(device_, raw_stream);
+  launch_wait(view, out, {addend, residual}, values, dtype, timeout_ns(device_), stream);
+  if (!is_captured) slot.free_after(device_, raw_stream);
 }
 
 void Channel::foresee(const std::shared_ptr<Slots>& slots, int index, const int64_t* ids, int top_k,
@@ -220,14 +241,19 @@ void Channel::check() {
     OnDevice on(device_);
     {
       const AsideOfCaptures aside;
-      check_cuda(cudaDeviceSynchronize(), "waiting for the device");
+      const cudaError_t error = cudaDeviceSynchronize();
+      if (error != cudaSuccess) lose_announcements();
+      check_cuda(error, "waiting for the device");
     }
     release_lost();
     __atomic_store_n(layer_->status, kFine, __ATOMIC_RELEASE);
-    throw std::runtime_error(status == kNoAnswer
-                                 ? "no answer from the CPU's experts within " + std::to_string(answer_timeout()) + " s"
-                                 : "another stream held this layer's buffers for " + std::to_string(answer_timeout()) +
-                                       " s");
+    std::string waited = std::to_string(answer_timeout()) + " s";
+    if (ends_long_kernels(device_) && answer_timeout() > kLongestKernelSeconds)
+      waited += ", or " + std::to_string(kLongestKernelSeconds) +
+                " s in a captured step: the driver of this device ends kernels that run for seconds, mostly since a "
+                "display is attached";
+    throw std::runtime_error(status == kNoAnswer ? "no answer from the CPU's experts within " + waited
+                                                 : "another stream held this layer's buffers for " + waited);
   }
   if (const std::exception_ptr failure = layer_->take_failure()) std::rethrow_exception(failure);
 }

@@ -86,6 +86,7 @@ class Channel {
   std::vector<std::shared_ptr<Slots>> used() const;
   void check_request(const Slots& slots, const DeviceRequest& request) const;
   void release_lost();
+  void lose_announcements() const;
 
   const int device_;
   const int expert_count_;

@@ -1,15 +1,12 @@
 #include "handoff/dispatcher.hpp"
 
 #include <immintrin.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <sys/prctl.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
-#include <climits>
 #include <ctime>
 #include <mutex>
 #include <stdexcept>
@@ -17,12 +14,15 @@
 #include <utility>
 
 #include "runtime/denormals.hpp"
+#include "runtime/futex.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::handoff {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using runtime::futex_wait;
+using runtime::futex_wake;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
@@ -35,16 +35,6 @@ constexpr std::chrono::seconds kLongestPauseUnseen{1};
 constexpr int kSpinsBetweenClocks = 128;
 // How long workers spin between two layers of a step on the GPU, and between two steps while the GPU computes logits.
 constexpr double kPatienceMicroseconds = 300;
-
-static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
-
-void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, const timespec* timeout) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, timeout, nullptr, 0);
-}
-
-void futex_wake(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-}
 
 std::atomic<double> timeout_s{60};
 
@@ -89,8 +79,45 @@ Dispatcher& dispatcher() {
 void Dispatcher::watch(const uint64_t* ring) {
   const size_t index = ring_count_.load();
   if (index == rings_.size()) throw std::runtime_error("too many rings");
-  rings_[index] = {ring, 0};
+  rings_[index].entries = ring;
   ring_count_.store(index + 1, std::memory_order_release);
+}
+
+// The rings that are read so far.
+std::span<Dispatcher::Ring> Dispatcher::watched() {
+  return {rings_.data(), ring_count_.load(std::memory_order_acquire)};
+}
+
+Dispatcher::Ring& Dispatcher::find_ring(const uint64_t* entries) {
+  for (Ring& ring : watched())
+    if (ring.entries == entries) return ring;
+  throw std::logic_error("nobody reads this ring");
+}
+
+void Dispatcher::announce(const uint64_t* ring) {
+  find_ring(ring).announced.fetch_add(1, std::memory_order_relaxed);
+  wake();
+}
+
+void Dispatcher::withdraw(const uint64_t* ring) { find_ring(ring).take_announcement(); }
+
+void Dispatcher::lose(const uint64_t* ring) { find_ring(ring).announced = 0; }
+
+bool Dispatcher::naps() {
+  const auto rings = watched();
+  return replayable_.load() > 0 ||
+         std::any_of(rings.begin(), rings.end(), [](const Ring& ring) { return ring.announced.load() > 0; });
+}
+
+// Not below none: a ring that lost its announcements may still bring some.
+void Dispatcher::Ring::take_announcement() {
+  int left = announced.load(std::memory_order_relaxed);
+  while (left > 0 && !announced.compare_exchange_weak(left, left - 1, std::memory_order_relaxed)) {
+  }
+}
+
+Dispatcher::Replayable::Replayable(Dispatcher& dispatcher) : dispatcher_(dispatcher) {
+  if (dispatcher_.replayable_.fetch_add(1) == 0) dispatcher_.wake();
 }
 
 uint32_t Dispatcher::open(Work* work) {
@@ -149,14 +176,12 @@ Work* Dispatcher::next() {
     const uintptr_t posted = place.exchange(0);
     return posted & 1 ? find(static_cast<uint32_t>(posted >> 1)) : reinterpret_cast<Work*>(posted);
   }
-  const size_t rings = ring_count_.load(std::memory_order_acquire);
-  for (size_t index = 0; index < rings; ++index) {
-    Ring& ring = rings_[index];
+  for (Ring& ring : watched()) {
     const uint64_t entry = __atomic_load_n(&ring.entries[ring.next % kRingEntries], __ATOMIC_ACQUIRE);
     if (!has_ticket(entry, ring.next)) continue;
     ++ring.next;
     const auto address = static_cast<uint32_t>(entry);
-    if (address & kAnnounced) outstanding_.fetch_sub(1, std::memory_order_relaxed);
+    if (address & kAnnounced) ring.take_announcement();
     if (Work* work = find(address & ~kAnnounced)) return work;
   }
   return nullptr;

@@ -3,7 +3,8 @@
 // thread. It never calls CUDA and never takes the GIL: whatever else waits for the GPU, the dispatcher answers.
 //
 // It spins while there has been work or a wake() within the last two milliseconds. After that
-//   - it naps, if eager submits are on their way through a stream or graphs have been captured: 50 us each, and 1 ms
+//   - it naps, if eager submits are on their way through a stream or there are graphs with submits: 50 us each, and 1
+//   ms
 //     when nothing has come for a second. A GPU cannot wake a sleeping thread, so the entry of a graph that is replayed
 //     without wake() is found at the end of a nap, and the rest of its step by spinning;
 //   - else it sleeps until wake().
@@ -15,6 +16,7 @@
 #include <exception>
 #include <limits>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "handoff/protocol.hpp"
@@ -61,19 +63,25 @@ class Dispatcher {
   void post(Work* work) { enqueue(reinterpret_cast<uintptr_t>(work)); }
   void ring(uint32_t address) { enqueue(uintptr_t{address} << 1 | 1); }
 
-  // An eager submit is about to be put into a stream: wake up, and do not sleep until its entry has
-  // come or withdraw() has taken it back.
-  void announce() {
-    outstanding_.fetch_add(1, std::memory_order_relaxed);
-    wake();
-  }
-  void withdraw() { outstanding_.fetch_sub(1, std::memory_order_relaxed); }
+  // An eager submit, whose entry will come in this ring, is about to be put into a stream: wake up, and do not sleep
+  // until the entry has come, withdraw() has taken it back, or lose() says that the device failed and nothing will
+  // come.
+  void announce(const uint64_t* ring);
+  void withdraw(const uint64_t* ring);
+  void lose(const uint64_t* ring);
+  // While one lives, there is a graph with submits that may be replayed: nap instead of sleeping.
+  class Replayable {
+   public:
+    explicit Replayable(Dispatcher& dispatcher);
+    ~Replayable() { dispatcher_.replayable_.fetch_sub(1); }
+    Replayable(const Replayable&) = delete;
+    Replayable& operator=(const Replayable&) = delete;
+
+   private:
+    Dispatcher& dispatcher_;
+  };
   // Whether it naps instead of sleeping.
-  bool naps() const { return outstanding_.load() > 0 || captured_.load(); }
-  // A graph with submits has been captured: from now on nap instead of sleeping.
-  void nap() {
-    if (!captured_.exchange(true)) wake();
-  }
+  bool naps();
   // Before a graph is replayed, this saves the rest of a nap.
   void wake();
   // Submits that GPUs have asked for so far.
@@ -92,8 +100,13 @@ class Dispatcher {
 
   struct Ring {
     const uint64_t* entries = nullptr;
-    uint32_t next = 0;
+    uint32_t next = 0;              // of this thread alone
+    std::atomic<int> announced{0};  // submits whose entries have not come
+    void take_announcement();
   };
+  std::span<Ring> watched();
+  Ring& find_ring(const uint64_t* entries);
+
   struct Port {
     std::atomic<Work*> work{nullptr};
     std::atomic<uint32_t> generation{0};
@@ -105,9 +118,8 @@ class Dispatcher {
   std::atomic<uint32_t> post_ticket_{0};
   uint32_t post_next_ = 0;
   std::atomic<Work*> running_{nullptr};
-  std::atomic<int> outstanding_{0};
   std::atomic<uint64_t> entries_{0};
-  std::atomic<bool> captured_{false};
+  std::atomic<int> replayable_{0};
   std::atomic<bool> paused_{false}, is_pause_seen_{false};
   std::atomic<uint32_t> wake_{0};
   std::atomic<bool> sleeping_{false};

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "cuda/handles.cuh"
 #include "cuda/on_device.cuh"
 #include "handoff/dispatcher.hpp"
 #include "handoff/kernels.cuh"
@@ -17,6 +18,8 @@ namespace {
 
 using cuda::AsideOfCaptures;
 using cuda::check_cuda;
+using cuda::make_event;
+using cuda::make_stream;
 using cuda::OnDevice;
 
 constexpr uint64_t kIdleRoundNs = 2'000'000;
@@ -28,24 +31,36 @@ constexpr double kShare = 0.5, kLayerUs = 40, kUseByCopy = 0.5 / 3;
 cudaStream_t stream_of(void* handle) { return static_cast<cudaStream_t>(handle); }
 cudaEvent_t event_of(void* handle) { return static_cast<cudaEvent_t>(handle); }
 
+struct MappedWords {
+  cuda::Mapped<uint32_t> host;
+  uint32_t* device;
+};
+// what: for the error.
+MappedWords mapped_words(size_t count, const std::string& what) {
+  void *host = nullptr, *device = nullptr;
+  check_cuda(cudaHostAlloc(&host, count * sizeof(uint32_t), cudaHostAllocMapped | cudaHostAllocPortable),
+             "taking memory for " + what);
+  MappedWords words{cuda::Mapped<uint32_t>(static_cast<uint32_t*>(host)), nullptr};
+  check_cuda(cudaHostGetDevicePointer(&device, host, 0), "mapping " + what);
+  words.device = static_cast<uint32_t*>(device);
+  return words;
+}
+
 }  // namespace
 
 ExpertCache::ExpertCache(int device) : device_(device) {
   OnDevice on(device);
   const AsideOfCaptures aside;
-  cudaStream_t side = nullptr;
-  cudaEvent_t stepped = nullptr, copied = nullptr, looked = nullptr;
-  check_cuda(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "creating a stream");
-  check_cuda(cudaEventCreateWithFlags(&stepped, cudaEventDisableTiming | cudaEventBlockingSync), "creating an event");
-  check_cuda(cudaEventCreateWithFlags(&copied, cudaEventDisableTiming), "creating an event");
-  check_cuda(cudaEventCreateWithFlags(&looked, cudaEventDisableTiming | cudaEventBlockingSync), "creating an event");
-  void *host = nullptr, *device_side = nullptr;
-  check_cuda(cudaHostAlloc(&host, kMostIdle * sizeof(uint32_t), cudaHostAllocMapped | cudaHostAllocPortable),
-             "taking memory for slots that are free");
-  check_cuda(cudaHostGetDevicePointer(&device_side, host, 0), "mapping slots that are free");
-  side_ = side, stepped_ = stepped, copied_ = copied, looked_ = looked;
-  idle_ = static_cast<uint32_t*>(host), idle_on_device_ = static_cast<uint32_t*>(device_side);
+  // Ours until there is somebody who destroys them: the destructor, which runs only if all of this succeeds.
+  auto side = make_stream();
+  auto stepped = make_event(cudaEventDisableTiming | cudaEventBlockingSync);
+  auto copied = make_event(cudaEventDisableTiming);
+  auto looked = make_event(cudaEventDisableTiming | cudaEventBlockingSync);
+  auto idle = mapped_words(kMostIdle, "slots that are free");
+  side_ = side.get(), stepped_ = stepped.get(), copied_ = copied.get(), looked_ = looked.get();
+  idle_ = idle.host.get(), idle_on_device_ = idle.device;
   thread_ = std::thread([this] { work(); });
+  side.release(), stepped.release(), copied.release(), looked.release(), idle.host.release();
 }
 
 ExpertCache::~ExpertCache() {
@@ -114,15 +129,9 @@ void ExpertCache::make_room() {
   OnDevice on(device_);
   const AsideOfCaptures aside;
   check_cuda(cudaEventSynchronize(event_of(stepped_)), "waiting for a step");  // a kernel may write to the old one
-  void *host = nullptr, *device = nullptr;
-  check_cuda(cudaHostAlloc(&host, 2 * counts * sizeof(uint32_t), cudaHostAllocMapped | cudaHostAllocPortable),
-             "taking memory for counts of experts");
-  if (const auto error = cudaHostGetDevicePointer(&device, host, 0); error != cudaSuccess) {
-    cudaFreeHost(host);
-    check_cuda(error, "mapping counts of experts");
-  }
+  MappedWords words = mapped_words(2 * counts, "counts of experts");
   cudaFreeHost(counted_);
-  counted_ = static_cast<uint32_t*>(host), counted_on_device_ = static_cast<uint32_t*>(device);
+  counted_ = words.host.release(), counted_on_device_ = words.device;
   most_counts_ = 2 * counts;
 }
 
@@ -354,8 +363,8 @@ void ExpertCache::await_idle(std::vector<SlotCounts> slots) {
   }
 }
 
-// How long a copy takes, into a place that nobody reads yet. Rounded, so that small differences between two runs change
-// nothing.
+// How long a copy takes, into a place that nobody reads yet. Rounded to half octaves, so that most differences between
+// two runs change nothing.
 void ExpertCache::measure() {
   const Held* largest = nullptr;
   for (const auto& [number, held] : layers_)
@@ -363,24 +372,20 @@ void ExpertCache::measure() {
       largest = &held;
   if (largest == nullptr) throw std::runtime_error("no place to copy an expert to");
   cudaStream_t side = stream_of(side_);
-  cudaEvent_t start = nullptr, end = nullptr;
-  check_cuda(cudaEventCreate(&start), "creating an event");
-  check_cuda(cudaEventCreate(&end), "creating an event");
+  const auto start = make_event(cudaEventDefault), end = make_event(cudaEventDefault);
   const CachedLayer& layer = largest->layer;
   double best = 0;
   for (int i = 0; i < 3; ++i) {
-    check_cuda(cudaEventRecord(start, side), "measuring a copy");
+    check_cuda(cudaEventRecord(start.get(), side), "measuring a copy");
     layer.shapes->copy(*layer.experts, 0,
                        layer.memory + static_cast<size_t>(largest->spares.back()) * layer.shapes->bytes(),
                        {device_, reinterpret_cast<uintptr_t>(side_)});
-    check_cuda(cudaEventRecord(end, side), "measuring a copy");
-    check_cuda(cudaEventSynchronize(end), "measuring a copy");
+    check_cuda(cudaEventRecord(end.get(), side), "measuring a copy");
+    check_cuda(cudaEventSynchronize(end.get()), "measuring a copy");
     float ms = 0;
-    check_cuda(cudaEventElapsedTime(&ms, start, end), "measuring a copy");
+    check_cuda(cudaEventElapsedTime(&ms, start.get(), end.get()), "measuring a copy");
     best = best == 0 ? ms * 1e3 : std::min<double>(best, ms * 1e3);
   }
-  cudaEventDestroy(start);
-  cudaEventDestroy(end);
   copy_us_ = std::exp2(std::round(2 * std::log2(std::max(1.0, best))) / 2);
 }
 

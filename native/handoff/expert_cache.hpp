@@ -6,10 +6,12 @@
 //
 // A boundary is one kernel: it puts the experts that were copied meanwhile into the table of places, takes others off
 // it, and writes the counts of uses to the host. Both happen between two steps in the stream's order, so a step sees
-// one table, also a captured one. What is decided depends on the counts alone and takes effect at the next boundary,
-// however long copies take: the same steps see the same tables. An expert that leaves stays in use until then, since
-// each layer has spare places to copy to. Its place becomes a spare one; it is written to when every submit that may
-// have seen the expert there has ended, on any stream.
+// one table, also a captured one. What is decided takes effect at the next boundary, however long copies take. It
+// depends on the counts, and on how long a copy takes, which is measured once and rounded to half octaves: so the same
+// steps see the same tables, except in another run whose link is slower or faster by so much, or close to where
+// rounding divides. Tables decide which experts the GPU computes, which rounds otherwise than the CPU. An expert that
+// leaves stays in use until then, since each layer has spare places to copy to. Its place becomes a spare one; it is
+// written to when every submit that may have seen the expert there has ended, on any stream.
 //
 // Where exchanges pay in no layer, most boundaries are left out: the thread would take a core from the workers that
 // compute the experts.

@@ -8,6 +8,7 @@
 
 #include "cuda/early.cuh"
 #include "cuda/route.cuh"
+#include "handoff/waits.hpp"
 
 namespace ktinject::handoff {
 namespace {
@@ -291,6 +292,8 @@ __device__ bool is_complete(uint4 raw) {
 // Waits for the answer, and applies the epilogue. If a thread has only one piece of the answer, it watches that piece
 // itself: that costs one way over the bus instead of two, and needs nothing that the CPU does after its last value. A
 // piece stays incomplete if the answer itself contains that NaN; it is taken when `answered` has reached the count.
+// Before an answer can be expected, one thread watches `answered` alone: all pieces, again and again, would take a good
+// part of the bus, and of the host's memory.
 template <class T>
 __global__ void __launch_bounds__(kMostThreads)
     wait_kernel(SlotView slot, T* out, Epilogue epilogue, size_t values, uint64_t timeout_ns) {
@@ -304,20 +307,26 @@ __global__ void __launch_bounds__(kMostThreads)
   const bool is_one_each = values <= kEach * blockDim.x, has_piece = threadIdx.x * kEach < values;
   Piece<T> mine;
   mine.read(epilogue, threadIdx.x * kEach, values);  // before there is anything to wait for
-  uint32_t count = 0;
+  uint32_t count = 0, quiet = 0;
   uint64_t start = 0;
-  bool lost = false;
+  bool lost = false, is_early = false;
+  const auto is_answered = [&] { return static_cast<int32_t>(load_acquire(&slot.head->answered) - count) >= 0; };
   if (threadIdx.x == 0) {
     count = __ldcg(&slot.counts->submitted);
+    quiet = __ldcg(&slot.counts->quiet_ns);
     lost = __ldcg(&slot.counts->lost) != 0;
     start = now_ns();
+    if (is_one_each && !lost)
+      while (now_ns() - start < min(uint64_t{quiet}, timeout_ns) && !(is_early = is_answered())) {
+      }
   }
+  __syncthreads();
   uint4 raw{~0u, ~0u, ~0u, ~0u};
   State state = kWaiting;
   for (uint32_t round = 0; state == kWaiting; ++round) {
     if (is_one_each && has_piece) raw = load_now(pieces + threadIdx.x);
     if (threadIdx.x == 0) {
-      State found = static_cast<int32_t>(load_acquire(&slot.head->answered) - count) >= 0 ? kAnswered : kWaiting;
+      State found = is_answered() ? kAnswered : kWaiting;
       if (found == kWaiting && round % 32 == 31) {
         const bool timed_out = now_ns() - start > timeout_ns;
         if (timed_out) *slot.status = kNoAnswer;
@@ -328,6 +337,8 @@ __global__ void __launch_bounds__(kMostThreads)
     if (__syncthreads_and(!lost && is_one_each && (!has_piece || is_complete<T>(raw)))) break;
     state = states[round % 2];
   }
+  if (threadIdx.x == 0 && is_one_each && state != kLost)
+    slot.counts->quiet_ns = next_quiet_ns(quiet, now_ns() - start, is_early);
   // Without an answer the output has all bits set, a NaN in every dtype, so that nobody takes it for a result.
   if (state == kLost) raw = uint4{~0u, ~0u, ~0u, ~0u};
   constexpr int kTogether = 4;  // on their way at the same time

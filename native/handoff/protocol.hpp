@@ -16,6 +16,7 @@
 //   wait kernel                                                 4. computes
 //   1. volatile loads of 16 bytes      ◄─  out              ◄─  5. plain stores of the answer
 //   2. acquire load, system scope      ◄─  head.answered    ◄─  6. release store of `count`
+//      (alone, as long as no answer can be expected)
 //   3. fence, frees the slot (busy 1 → 0)  in device memory
 //
 // Between the two, and only as a hint, the GPU may say which experts the next layer will be asked for:
@@ -89,6 +90,7 @@ struct Counts {
   uint32_t busy;       // 1 from a submit until its wait has taken the answer
   uint32_t submitted;  // submits so far
   uint32_t lost;       // the last submit did not get the slot
+  uint32_t quiet_ns;   // of the next wait: how long it only looks at `answered`, see waits.hpp
 };
 
 // A slot, as kernels and the dispatcher thread get it.

@@ -12,6 +12,7 @@
 #include <tuple>
 #include <utility>
 
+#include "cuda/handles.cuh"
 #include "cuda/on_device.cuh"
 #include "handoff/kernels.cuh"
 #include "runtime/thread_pool.hpp"
@@ -21,33 +22,25 @@ namespace {
 
 using cuda::AsideOfCaptures;
 using cuda::check_cuda;
+using cuda::Mapped;
 using cuda::OnDevice;
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-struct FreeMapped {
-  void operator()(void* memory) const { cudaFreeHost(memory); }
-};
 struct FreeDevice {
   void operator()(void* memory) const { cudaFree(memory); }
 };
-template <class T>
-using Mapped = std::unique_ptr<T, FreeMapped>;
 template <class T>
 using Counters = std::unique_ptr<T, FreeDevice>;
 
 // A stream of its own for work that must run now, while other streams may be captured.
 class Aside {
  public:
-  Aside() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"); }
-  ~Aside() { cudaStreamDestroy(stream_); }
-  Aside(const Aside&) = delete;
-  Aside& operator=(const Aside&) = delete;
-  operator cudaStream_t() const { return stream_; }
+  operator cudaStream_t() const { return stream_.get(); }
 
  private:
   const AsideOfCaptures mode_;
-  cudaStream_t stream_ = nullptr;
+  const cuda::OwnStream stream_ = cuda::make_stream();
 };
 
 template <class T>
@@ -239,7 +232,7 @@ void Slot::compute(uint32_t count) {
 void Slot::run() noexcept {
   const uint32_t entry = ++entries;
   if (static_cast<int32_t>(given_up.load() - entry) >= 0) {
-    ended.fetch_add(1, std::memory_order_release);
+    ended.arrive();
     return;
   }
   const Head& head = *view.head;
@@ -254,7 +247,7 @@ void Slot::run() noexcept {
     head.layer->fail(std::current_exception());
   }
   __atomic_store_n(&view.head->answered, count, __ATOMIC_RELEASE);
-  ended.fetch_add(1, std::memory_order_release);
+  ended.arrive();
   look_ahead(count);
 }
 
@@ -307,14 +300,17 @@ void Slot::announce(void* slot) {
 
 void Slot::await_answer(void* slot) {
   auto* self = static_cast<Slot*>(slot);
-  const uint32_t called = self->called.load(std::memory_order_relaxed);
-  const auto limit = Seconds(answer_timeout());
-  const auto start = Clock::now();
-  while (static_cast<int32_t>(self->ended.load(std::memory_order_acquire) - called) < 0) {
-    if (Clock::now() - start < limit) continue;
-    __atomic_store_n(self->view.head->layer->status, kNoAnswer, __ATOMIC_RELEASE);
-    return;
-  }
+  const Head& head = *self->view.head;
+  // The submit's kernels have run, so with flags the head is its own; or an earlier one's, answered already, if it did
+  // not get the slot.
+  const uint32_t called = self->called.load(std::memory_order_relaxed), count = head.count;
+  auto has_answer = [&] {
+    if (self->mode == Mode::host_func) return static_cast<int32_t>(self->ended.count() - called) >= 0;
+    if (static_cast<int32_t>(__atomic_load_n(&head.answered, __ATOMIC_ACQUIRE) - count) >= 0) return true;
+    return head.layer == nullptr || __atomic_load_n(head.layer->status, __ATOMIC_ACQUIRE) != kFine;
+  };
+  if (!self->ended.await(has_answer, answer_timeout()))
+    __atomic_store_n(head.layer->status, kNoAnswer, __ATOMIC_RELEASE);
 }
 
 Slots::Slots(int device, int count, size_t bytes, size_t routes, Mode mode, bool shared)

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "handoff/arrivals.hpp"
 #include "handoff/dispatcher.hpp"
 #include "handoff/protocol.hpp"
 #include "moe/experts.hpp"
@@ -52,9 +53,10 @@ struct Slot final : Work {
   std::atomic<uint32_t> given_up{0};  // entries up to this one get no answer any more
   std::vector<int32_t> ids;           // of the request that runs
   std::vector<float> weights;
-  std::atomic<uint32_t> called{0}, ended{0};  // host functions that the driver has called, and entries that are done
-  void* freed = nullptr;                      // an event behind the last wait outside of graphs
-  uintptr_t freed_in = 0;                     // and that wait's stream
+  std::atomic<uint32_t> called{0};  // host functions that the driver has called
+  Arrivals ended;                   // entries that are done
+  void* freed = nullptr;            // an event behind the last wait outside of graphs
+  uintptr_t freed_in = 0;           // and that wait's stream
 
   void run() noexcept override;
   // Outside of graphs, a submit follows the wait that used the slot before. If it came first on the device and spun for
@@ -62,7 +64,8 @@ struct Slot final : Work {
   // idle, as it does to load a kernel. Both throw std::runtime_error.
   void free_after(int device, uintptr_t stream);
   void follow_in(uintptr_t stream) const;
-  // Host functions of a stream, which run on a thread of the driver. They replace the flags in Mode::host_func.
+  // Host functions of a stream, which run on a thread of the driver. They replace the flags in Mode::host_func. With
+  // flags, too, a wait that may take long is one of the host's where the driver ends kernels that run for long.
   static void announce(void* slot);
   static void await_answer(void* slot);
 

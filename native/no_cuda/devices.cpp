@@ -8,6 +8,10 @@ bool is_built() { return false; }
 
 std::vector<Device> devices() { refuse(); }
 
+const Device& device_at(int) { refuse(); }
+
+void pretend(int, const Device*) { refuse(); }
+
 void read_device(const void*, void*, size_t, Stream) { refuse(); }
 
 }  // namespace ktinject::cuda

@@ -5,7 +5,9 @@ that changes the tables of places and sends the counts to the host; native/hando
 of the native core chooses from the counts what to copy (native/handoff/reuse_policy.hpp), and copies it from
 page-locked RAM to spare places while the next step runs. Each device has one cache, which the layers share.
 
-Steps that see the same routing since the model was loaded see the same tables, however long copies take.
+Steps that see the same routing since the model was loaded see the same tables, however long copies take. How many
+experts are exchanged at once follows from the time of one copy, which each process measures: it is rounded so that most
+processes on a machine agree.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ without it the first result comes up to 50 us later, or up to 1 ms later if ther
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 from collections import deque
 from contextlib import suppress
@@ -27,7 +29,7 @@ from torch import Tensor
 from ktinject import _native
 from ktinject.addresses import CODES, address, stream_of
 from ktinject.errors import OperatorError
-from ktinject.machine import has_gpu
+from ktinject.machine import has_gpu, limits_of
 from ktinject.operators.offload.submits import (
     MOST_EXPERTS_PER_TOKEN,
     MOST_TOKENS,
@@ -44,11 +46,30 @@ from ktinject.operators.offload.submits import (
     take_shared,
 )
 
+logger = logging.getLogger("ktinject")
+
 # Bytes of a token's experts from which on a guess at them pays: 40 µs at 200 GB/s.
 _LEAST_FORESEEN = 8 << 20
+# Where the driver ends kernels that run for long.
+_SHORT_WAITS = (
+    f"a captured step waits {_native.LONGEST_KERNEL_SECONDS:g} s at most for the CPU, since the driver ends kernels "
+    "that run for seconds, mostly where a display is attached"
+)
 # Answers in page-locked memory that kernels may still be reading, each with an event that follows those kernels.
 _read: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 _read_lock = threading.Lock()
+
+
+@functools.cache
+def _warn_of_short_waits(device: torch.device) -> None:
+    """Once a process and device."""
+    assert device.index is not None
+    if limits_of(device.index).get("ends_long_kernels"):
+        logger.warning(
+            "%s: %s. Use a GPU without a display where the CPU may be held up for longer.",
+            device,
+            _SHORT_WAITS,
+        )
 
 
 class Handoff:
@@ -92,6 +113,8 @@ class Handoff:
             )
         except (RuntimeError, MemoryError) as error:
             raise OperatorError(f"handoff: {str(error) or 'no room for pinned buffers'}.") from None
+        if made.mode == "flags":
+            _warn_of_short_waits(device)
         if held is not None:
             self._others.add(held)
         self._own[device] = made
@@ -295,7 +318,9 @@ class Handoff:
         if not has_gpu(str(device)) or not _native.cuda_built():
             return "flags"  # the plan is for a GPU that is not here; flags work on nearly all
         reason = _native.why_no_flags(device.index)
-        return f"host_func, since mapped flags do not work here: {reason}" if reason else "flags"
+        if reason:
+            return f"host_func, since mapped flags do not work here: {reason}"
+        return f"flags; {_SHORT_WAITS}" if limits_of(device.index).get("ends_long_kernels") else "flags"
 
     def channel(self, device: torch.device) -> _native.Channel:
         """The native way from a CUDA device that has been prepared."""

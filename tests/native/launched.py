@@ -14,12 +14,14 @@ import pytest
 import torch
 
 CUDA = Path(__file__).parents[2] / "native/cuda"
+ASKED_ABOUT = {"sample_kernel"}  # devices.cu only asks what its code was compiled for
 KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(")
 
 
 def kernels() -> set[str]:
-    """The names of all kernels in the sources."""
-    return {name for file in sorted(CUDA.glob("*.cu*")) for name in KERNEL.findall(file.read_text("utf-8"))}
+    """The names of all kernels in the sources that anybody launches."""
+    sources = [file.read_text("utf-8") for file in sorted(CUDA.glob("*.cu*"))]
+    return {name for source in sources for name in KERNEL.findall(source)} - ASKED_ABOUT
 
 
 def main() -> int:

@@ -7,7 +7,7 @@
 //   native_test writes       weights that are refused leave those that are there, and half of them compute nothing
 //   native_test fuzz N SEED  every kernel N times, in buffers of exactly the size that it needs
 //   native_test exit         kernels are chosen after all static objects have gone
-//   native_test dispatcher   late entries of rings and of the host, whose owner has gone; naps that end
+//   native_test dispatcher   late entries of rings and of the host, whose owner has gone; naps that end; sleepers
 //   native_test sharing      several threads on one object, which others change
 //   native_test allocations  the n-th allocation fails, for every n
 //   native_test churn N      N times: submit, cancel, fork; memory, threads and open files must stay as they were
@@ -495,84 +495,6 @@ void test_churn(int iterations, bool forks) {
   check(after.files == before.files, "no file is left open");
 }
 
-struct Counted final : Work {
-  std::atomic<int> runs{0};
-  void run() noexcept override { ++runs; }
-};
-
-// A ring as a GPU writes it, which the dispatcher reads.
-class TestRing {
- public:
-  TestRing() { dispatcher().watch(entries_->data()); }
-  void ring(uint32_t address) {
-    const uint32_t ticket = tickets_++;
-    __atomic_store_n(&(*entries_)[ticket % kRingEntries], ring_entry(ticket, address), __ATOMIC_RELEASE);
-    dispatcher().wake();
-  }
-  // Returns when the dispatcher has seen all that was written before.
-  void drain() {
-    Counted last;
-    const uint32_t address = dispatcher().open(&last);
-    ring(address);
-    while (last.runs == 0) std::this_thread::yield();
-    dispatcher().close(address);
-  }
-
- private:
-  // It is never taken away from the dispatcher.
-  std::array<uint64_t, kRingEntries>* const entries_ = new std::array<uint64_t, kRingEntries>{};
-  uint32_t tickets_ = 0;
-};
-
-void test_dispatcher() {
-  TestRing gpu;
-  for (const bool by_host : {false, true}) {
-    const std::string who = by_host ? "host function" : "GPU";
-    auto ask = [&](uint32_t address) { by_host ? dispatcher().ring(address) : gpu.ring(address); };
-    auto first = std::make_unique<Counted>();
-    const uint32_t old = dispatcher().open(first.get());
-    ask(old);
-    gpu.drain();
-    check(first->runs == 1, who + ": what an open address names is run");
-
-    dispatcher().pause(true);  // a dispatcher that comes late: the answer is given up, and the model dropped
-    ask(old);
-    dispatcher().close(old);
-    first.reset();
-    Counted second;
-    const uint32_t address = dispatcher().open(&second);
-    check(address != old, who + ": no address is given twice");
-    check((address ^ old) % (1u << kPortBits) == 0, who + ": the test is of a port that has a new owner");
-    dispatcher().pause(false);
-    gpu.drain();
-    check(second.runs == 0, who + ": a late entry does not run the port's new owner");
-    ask(address);
-    gpu.drain();
-    check(second.runs == 1, who + ": its own entry does");
-    dispatcher().close(address);
-  }
-
-  bool fits = true;
-  Counted work;
-  for (uint32_t i = 0; i < (1u << 19) + 10; ++i) {  // more than there are generations
-    const uint32_t address = dispatcher().open(&work);
-    fits = fits && (address & kAnnounced) == 0 && address != kNobody;
-    dispatcher().close(address);
-  }
-  check(fits, "generations stay within an address");
-  const uint32_t address = dispatcher().open(&work);
-  gpu.ring(address);
-  gpu.drain();
-  check(work.runs == 1, "addresses go on after the last generation");
-  dispatcher().close(address);
-
-  dispatcher().announce();
-  check(dispatcher().naps(), "an announced submit is waited for in naps");
-  gpu.ring(kAnnounced | kNobody);
-  gpu.drain();
-  check(!dispatcher().naps(), "a submit that got no slot ends the naps");
-}
-
 // `call` with its n-th allocation failing, for n from 1 on, until it needs no more. Each time on a new thread, with a
 // new pool: nothing is there from before.
 template <class Call>
@@ -757,7 +679,7 @@ int main(int argc, char** argv) {
       test_kernels_at_the_edge(argc > 2 ? std::atoi(argv[2]) : 20,
                                argc > 3 ? static_cast<unsigned>(std::atoi(argv[3])) : 1);
     else if (mode == "exit") return watch_exit();
-    else if (mode == "dispatcher") test_dispatcher();
+    else if (mode == "dispatcher") test_dispatcher(), test_arrivals();
     else if (mode == "sharing") test_sharing();
     else if (mode == "allocations") test_allocations();
     else if (mode == "churn") test_churn(argc > 2 ? std::atoi(argv[2]) : 1000, forks);

@@ -47,6 +47,8 @@ bool throws(Call&& call) {
   return false;
 }
 
+void test_arrivals();
+void test_dispatcher();
 void test_plan();
 void test_outlier_rows();
 void test_room();

@@ -223,7 +223,9 @@ DO_NOT = set(
     """
     cpu_features amx_permission kernels default_threads set_threads compute_alone threads sessions set_nodes nodes
     find_nodes take_outliers allowed_cpus affinity_refused memory_headroom address_headroom level2_share
-    multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
+    multiply_units trace_start trace_stop cuda_built cuda_devices device_limits pretend_device linear_shape int4_shape
+    attention_shared_bytes blocks_at_once kernel_wait_seconds next_quiet_ns
+    why_no_flags read_device handoff_wake handoff_pause
     rms_norm set_answer_timeout answer_timeout int4_blocks int4_is_measured fp8_quantise attention latent
     attention_scratch decode_linear
     fetched_bytes

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from device_limits import pretended
 from int4_cases import LAYERS, RACECHECK, check_product, codes, filled, in_activation_order, linear
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -397,6 +398,23 @@ def test_the_kernels_on_every_kind_of_shape(
         operator = filled(module, cuda, sm80_only, group_size=group_size, symmetric=symmetric)
         for m in (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 129, 200, 400, *UNPACKED):
             check_product(operator, dtype, m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["sm_89 RTX 4060", "sm_120 RTX 5090"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_the_kernels_with_the_shared_memory_of_smaller_devices(
+    group_size: int, symmetric: bool, device: str, cuda: str
+) -> None:
+    for k, n in [(192, 200), (1024, 2304), (4096, 300), (512, 9000)]:
+        if group_size == 128 and k % 128:
+            continue
+        module = linear(k, n, bias=n % 2 == 0, dtype=torch.bfloat16, seed=n)
+        operator = filled(module, cuda, group_size=group_size, symmetric=symmetric)
+        with pretended(device):
+            for m in (1, 8, 9, 16, 17, 33, 65):
+                check_product(operator, torch.bfloat16, m)
 
 
 def allowed(k: int) -> list[tuple[int, int, int]]:

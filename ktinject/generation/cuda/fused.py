@@ -16,13 +16,15 @@ kernels:
     before            cos and sin of the rotary embedding
 
 These kernels are not trusted to compute what the modules compute. The first step runs both on the model's own values,
-and a module keeps its own forward if the results differ.
+and a module keeps its own forward if the results differ, or if its kernels cannot be launched. Steps are then slower,
+so that is a warning.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -78,6 +80,7 @@ class Fused:
         """with_states  as `consecutive.modules_with_states` has them; steps of several tokens of a text need them"""
         self._group = group
         self.refused: dict[str, str] = {}
+        self._said: set[str] = set()  # reasons, without their numbers
         self._checked = False
         # The thread blocks of the attention kernels count here which of them are done. One buffer a device is enough:
         # requests of one model take turns.
@@ -149,6 +152,32 @@ class Fused:
                 vars(module).pop("forward", None)
             for path in self.refused:
                 self._steps.pop(path, None)
+            self._say_what_is_refused()
+
+    def slower(self) -> dict[str, list[str]]:
+        """Reason → paths of the modules that keep their own forward for it; reasons that differ by numbers are one.
+
+        A layer that does so only since a part of it does is not among them.
+        """
+        groups: dict[str, tuple[str, list[str]]] = {}
+        for path, reason in self.refused.items():
+            if path not in self._layers or not any(other.startswith(f"{path}.") for other in self.refused):
+                groups.setdefault(_without_numbers(reason), (reason, []))[1].append(path)
+        return dict(groups.values())
+
+    def _say_what_is_refused(self) -> None:
+        """Warn of each reason once."""
+        for reason, paths in self.slower().items():
+            if (key := _without_numbers(reason)) in self._said:
+                continue
+            self._said.add(key)
+            more = f" and {len(paths) - 1} more modules" if len(paths) > 1 else ""
+            logger.warning(
+                "%s%s: captured decode steps keep transformers' kernels there, which is slower: %s",
+                paths[0],
+                more,
+                reason,
+            )
 
     def _comparing(self, path: str, module: nn.Module, step: Step) -> Step:
         own: Step = functools.partial(type(module).forward, module)
@@ -189,11 +218,14 @@ class Fused:
                 support = self._group.all_support(support)
             if not support:
                 self.refused[path] = support.reason
-                logger.info("%s: its decode step keeps its own kernels: %s", path, support.reason)
             _put(states, behind)
             return theirs
 
         return forward
+
+
+def _without_numbers(reason: str) -> str:
+    return re.sub(r"\d[\w.+-]*", "#", reason)
 
 
 def _is_eager(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_limits import pretended
 from torch import Tensor, nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
@@ -210,6 +211,28 @@ class TestLinear:
             chain = [decode_ops.linear(x, weights) for _ in range(4)]
         graph.replay()
         assert all(torch.equal(first, other) for other in chain)
+
+    @pytest.mark.parametrize("device", ["sm_86 RTX 3050", "sm_120 RTX 5090"])
+    def test_smaller_devices_get_the_same_bits(self, dtype, rows, k, n, device) -> None:
+        """With less shared memory, and with programmatic dependent launch or without."""
+        torch.manual_seed(k)
+        x = torch.randn(rows, k, device="cuda", dtype=dtype)
+        weights = [torch.randn(m, k, device="cuda", dtype=dtype) for m in n]
+        norm = Qwen3MoeRMSNorm(k).to("cuda", dtype)
+        wanted = decode_ops.linear(x, weights, norm=norm_of(norm))
+        with pretended(device):
+            assert torch.equal(decode_ops.linear(x, weights, norm=norm_of(norm)), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_device_with_too_little_shared_memory_is_told_so() -> None:
+    x = torch.zeros(1, 64, device="cuda", dtype=torch.bfloat16)
+    with pretended("sm_120 RTX 5090", block_shared_bytes=60 << 10):
+        with pytest.raises(
+            RuntimeError, match=r"decode_linear: .* needs \d+ bytes .*, and this device allows 61440"
+        ):
+            decode_ops.linear(x, [torch.zeros(8, 64, device="cuda", dtype=torch.bfloat16)])
 
 
 @pytest.mark.gpu

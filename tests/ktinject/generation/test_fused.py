@@ -9,6 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from device_limits import pretended
 from double import EXPERTS, Recorder
 from test_generate import prompt, stock, swapped
 from torch import Tensor, nn
@@ -238,6 +239,38 @@ class TestWholeSteps:
         assert "model.layers.0.input_layernorm" in model.ktinject_decoding.fused._steps
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "deepseek_v3"])
+class TestSmallerDevices:
+    pytestmark = gpu
+    rules = ({**EXPERTS, "replace": {"operator": "hybrid_experts", "gpu_experts": 3}}, LATENT)
+
+    @pytest.mark.parametrize("device", ["sm_86 RTX 3050", "sm_120 RTX 5090"])
+    def test_all_kernels_can_be_launched(self, family: str, device: str) -> None:
+        """With the limits of GPUs for consumers, where there is programmatic dependent launch and where not."""
+        with pretended(device):
+            found, replaced = in_graphs_and_eagerly(self._rules(family), 3, family)
+            torch.cuda.synchronize()
+        assert {f"model.layers.{i}" for i in range(LAYERS)} <= replaced
+        assert_same_logits(*found)
+
+    def test_what_cannot_be_launched_is_said(self, family: str, caplog: pytest.LogCaptureFixture) -> None:
+        with (
+            pretended("sm_120 RTX 5090", block_shared_bytes=49 << 10),
+            caplog.at_level("WARNING", "ktinject"),
+        ):
+            model = layered(self._rules(family), family=family)
+            model.generate(**prompt(1, device="cuda"))
+            said = model.ktinject_decoding.explain(**prompt(1, device="cuda"))
+            torch.cuda.synchronize()
+        assert said.how == "graph loop"
+        assert "bytes of shared memory, and this device allows 50176" in said.slower
+        warned = [text for record in caplog.records if "this device allows" in (text := record.getMessage())]
+        assert 1 <= len(warned) <= 3, "once a reason: of decode_linear, and of attention"
+
+    def _rules(self, family: str) -> list[Any]:
+        return list(self.rules[: 2 if family == "deepseek_v3" else 1])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_each_layer_guesses_at_the_next_ones_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,6 +366,55 @@ def test_processes_refuse_the_same() -> None:
     for path, others.reason in (("alike", ""), ("differs there", "relative difference 0.1")):
         found._comparing(path, module, lambda x: x)(torch.ones(2))
     assert found.refused == {"differs there": "relative difference 0.1"}
+
+
+def test_what_is_refused_is_a_warning_once_a_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels that cannot be launched, and results that differ by more or by less: steps are slower for both."""
+    model = swapped("qwen3_moe")
+    broken = {"input_layernorm": "cannot be launched", "q_norm": "differs"}
+
+    def step_of(spec: PartSpec, module: nn.Module, _: Tensor) -> Any:
+        own = type(module).forward
+
+        def step(x: Tensor) -> Tensor:
+            path = next(path for path, other in found.twin.named_modules() if other is module)
+            fault = broken.get(path.rpartition(".")[2])
+            if fault == "cannot be launched":
+                raise RuntimeError("asking for shared memory: invalid argument")
+            return own(module, x) * (int(path.split(".")[2]) + 2 if fault else 1)
+
+        return step if isinstance(spec, NormSpec) else None
+
+    monkeypatch.setattr(fused, "step_of", step_of)
+    found = fused.Fused(model)
+    with torch.no_grad(), caplog.at_level("WARNING", "ktinject"):
+        for _ in range(2):
+            found(input_ids=prompt()["input_ids"])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, said
+    assert all("model.layers.0" in text and f"and {LAYERS - 1} more modules" in text for text in said)
+    assert any("RuntimeError: asking for shared memory: invalid argument" in text for text in said)
+    assert any("relative difference" in text for text in said)
+    assert sorted(map(len, found.slower().values())) == [LAYERS, LAYERS] and len(found.refused) == 2 * LAYERS
+    decoding = model.ktinject_decoding
+    assert decoding.slower == "" == decoding.explain(**prompt()).slower, "no step is captured without a GPU"
+    decoding.fused = found
+    assert "model.layers.1.self_attn.q_norm: relative difference" in decoding.slower
+
+
+def test_a_layer_that_only_follows_its_part_is_not_said_to_be_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = fused.Fused(nn.Module())
+    found._layers = {"layers.3"}
+    found.refused = {"layers.3.norm": "relative difference 0.1", "layers.3": "layers.3.norm does"}
+    found._say_what_is_refused()
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["layers.3.norm"]
+    found._layers, found.refused = {"layers.4"}, {"layers.4": "relative difference 0.3"}
+    found._say_what_is_refused()
+    assert len(caplog.records) == 1, "said already, with another number"
 
 
 def test_a_block_under_another_class_has_the_same_twins() -> None:

@@ -134,6 +134,17 @@ def on_gpus(*gpus: Gpu, cuda: str = "13.0") -> dict[str, doctor.Finding]:
     return explained(gpus=gpus, cuda_built=True, versions={"CUDA": cuda})
 
 
+def test_what_makes_a_gpu_slower_or_shortens_waits():
+    assert on_gpus(big())["GPU"].reason == "", "not known"
+    roomy = dataclasses.replace(big(), block_shared_bytes=227 << 10)
+    assert on_gpus(roomy)["GPU"].reason == ""
+    small = dataclasses.replace(big(1, (12, 0)), block_shared_bytes=99 << 10, ends_long_kernels=True)
+    reason = on_gpus(roomy, small)["GPU"].reason
+    assert "cuda:1 has 99 KiB of shared memory a thread block, not 227" in reason and "cuda:0" not in reason
+    assert "the driver of cuda:1 ends kernels that run for seconds" in reason
+    assert "a captured step waits 1.5 s at most for the CPU's experts" in reason
+
+
 def test_kernels_of_gpus():
     hopper = on_gpus(big())
     assert hopper["GPU"].uses == "our kernels and torch's"

@@ -13,7 +13,7 @@ from handoff_cases import EXPERTS, HIDDEN, RANKS, by_rank, inputs, plain, way
 
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.operators.offload import submits
+from ktinject.operators.offload import handoff, submits
 
 
 @pytest.fixture
@@ -188,3 +188,20 @@ def test_only_a_gpu_routes() -> None:
     x, ids, weights = inputs(2)
     with pytest.raises(OperatorError, match="2 tokens on cpu to be routed"):
         way().submit(x, ids, weights, routing=submits.Routing(torch.zeros(2, EXPERTS), True))
+
+
+def test_short_waits_are_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a GPU whose driver ends kernels that run for seconds: in the plan, and by one warning."""
+    monkeypatch.setattr(handoff, "has_gpu", lambda device: True)
+    monkeypatch.setattr(_native, "cuda_built", lambda: True)
+    monkeypatch.setattr(_native, "why_no_flags", lambda device: "")
+    monkeypatch.setattr(handoff, "limits_of", lambda index: {"ends_long_kernels": index == 1})
+    handoff._warn_of_short_waits.cache_clear()
+    devices = [torch.device("cuda", index) for index in (0, 1, 1)]
+    assert way().describe(devices[0]) == "flags"
+    assert way().describe(devices[1]).startswith("flags; a captured step waits 1.5 s at most for the CPU")
+    with caplog.at_level("WARNING", "ktinject"):
+        for device in devices:
+            handoff._warn_of_short_waits(device)
+    handoff._warn_of_short_waits.cache_clear()
+    assert ["cuda:1: a captured step waits" in record.getMessage() for record in caplog.records] == [True]

@@ -538,7 +538,7 @@ def test_no_stream_spins_for_a_wait_that_is_not_queued(cuda: str, graph: bool) -
 
 
 def test_a_submit_that_gets_no_slot_ends_its_naps(cuda: str) -> None:
-    """In a process of its own: where graphs have been captured, the dispatcher naps for good."""
+    """In a process of its own: where graphs with submits are kept, the dispatcher naps."""
     script = """
         import torch
         from handoff_cases import inputs, way
