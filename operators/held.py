@@ -33,13 +33,13 @@ class Holder(Protocol):
 
 
 # What a tensor is asked without its values: getters of attributes but for these, and these methods.
-_GETTERS_OF_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag", "grad_fn", "_base")
+_GETTERS_OF_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag", "grad_fn")
 _METADATA = frozenset(
     "size dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous stride get_device "
     "storage_offset __len__ has_names is_pinned is_inference is_shared retain_grad".split()
 )
 # What hands out memory: the values have to live as long as the tensor that was asked.
-_HANDS_OUT = frozenset(("data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__"))
+_HANDS_OUT = frozenset(("data_ptr", "untyped_storage", "storage", "__dlpack__"))
 _READ_ONLY = frozenset(("numpy", "__array__"))
 _SAME = ("detach", "alias")
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

@@ -34,13 +34,14 @@ class StandIn(nn.Module):
     # Outside of the instance's dict: it decides nothing that is computed, and tells no two operators apart.
     __slots__ = ("_replaced",)
 
+    _writes = 0
+
     name: ClassVar[Any]
     changing: ClassVar[Any]
 
     def stand_for(self, module: nn.Module) -> None:
         """From now on, answer for a module. Called when the operator is filled and takes the module's place."""
         object.__setattr__(self, "_replaced", twin.on_meta(module))
-        vars(self)["_writes"] = 0
         for name in module._modules:  # in the module's order, which that of parameters follows
             if name in self._modules:
                 self._modules[name] = self._modules.pop(name)
@@ -110,7 +111,7 @@ class StandIn(nn.Module):
         weights = self.describe()["weights"]
         if not weights.startswith("bf16") and not name.endswith("bias"):
             _warn_rounded(self.name, weights)
-        vars(self)["_writes"] = vars(self).get("_writes", 0) + 1  # what was recorded may have a copy
+        self._writes += 1  # what was recorded may have a copy
         with torch.no_grad():
             self.load_whole(name, (tensor.plain() if isinstance(tensor, Held) else tensor).detach())
 
