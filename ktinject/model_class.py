@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, cast
+
+from torch import Tensor, nn
 
 
 def put_before(model: Any, methods: type[Methods]) -> None:
@@ -15,6 +18,17 @@ def put_before(model: Any, methods: type[Methods]) -> None:
 def own_class(model: Any) -> Any:
     """The class that a model had before `put_before`."""
     return next((_MADE[kind][1] for kind in type(model).__mro__ if kind in _MADE), type(model))
+
+
+def stored_state(model: nn.Module) -> dict[str, Any]:
+    """The `state_dict` of what PyTorch holds, without the weights in operators that a swapped model's own has."""
+    found: dict[str, Any] = nn.Module.state_dict(model)
+    return found
+
+
+def stored_parameters(model: nn.Module) -> Iterator[Tensor]:
+    """The parameters that PyTorch holds, without the weights in operators that a swapped model's own gives."""
+    return (parameter for _, parameter in nn.Module.named_parameters(model))
 
 
 # A class that `put_before` made → the classes whose methods come first, and the model's own.

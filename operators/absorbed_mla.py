@@ -108,6 +108,15 @@ class AbsorbedMla(Operator):
             raise OperatorError(f"absorbed_mla: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(module, spec, config)
 
+    def follow(self, module: nn.Module, name: str) -> str | None:
+        spec = attention.probe(module)
+        if isinstance(spec, Support):
+            return spec.reason
+        if spec == self.spec:
+            return super().follow(module, name)
+        self.spec = spec
+        return None
+
     def describe(self) -> dict[str, Any]:
         prefill = {"auto": "expanded for long prompts", "expanded": "expanded for prompts", "absorbed": ""}
         note = prefill[self.config.prefill]

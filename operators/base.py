@@ -10,7 +10,8 @@ To plan, the engine calls `plan_placement` for all modules of an operator at onc
 `workspace`. It may plan for several devices, and `place` an operator that it has built more than once.
 
 When the plan stands, the engine builds and places each operator anew, and calls `allocate`, `load` for every piece, and
-`finish`. When all operators are in the model it calls `connect`.
+`finish`. When the operator takes the module's place it calls `stand_for`: from then on the operator answers for the
+module's public attributes and weights (stand_in.py). When all operators are in the model it calls `connect`.
 
 An operator without weights of its own defines `supports`, `build` and `forward`; everything else has a default. One
 that takes weights defines `parameter_shapes`, `load`, `describe` and `footprint`, too.
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, Se
 from torch import Tensor, nn
 
 from ktinject.errors import OperatorError
+from ktinject.operators.stand_in import StandIn
 
 if TYPE_CHECKING:
     from ktinject.checkpoints.formats.base import Format, Stored
@@ -72,7 +74,7 @@ class PendingOutput(Protocol):
         """Take it back as a tensor on the next layers' device."""
 
 
-class Operator(nn.Module, ABC):
+class Operator(StandIn, ABC):
     """Base of all operators; see the module's docstring for the order of calls."""
 
     name: ClassVar[str]  # set by `register_operator`
@@ -271,12 +273,6 @@ class Operator(nn.Module, ABC):
     def is_lossless(self) -> bool:
         """Whether `unpack`, rounded to the dtype that was loaded, gives what was loaded bit by bit."""
         return not self.parameter_shapes()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise OperatorError(
-            f"{self.name}: a swapped module cannot be copied, its weights live outside of PyTorch. "
-            "Build a second model on meta and call ktinject.optimize on it."
-        )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise OperatorError(

@@ -442,6 +442,11 @@ class CpuExperts(Operator):
             more = ", …" if len(absent) > limit else ""
             raise OperatorError(f"{self.name}: never loaded: {', '.join(absent[:limit])}{more}.")
 
+    def unwritable(self) -> str | None:
+        if self.takes_stored_only:
+            return f"{weights_in_words(self.config)} weights are those of a GGUF file, and others are not rounded to it"
+        return None
+
     def is_lossless(self) -> bool:
         return self.config.weights == "bf16" and self._loaded_dtype == torch.bfloat16
 

@@ -213,6 +213,11 @@ class CpuLinear(PackedLinear):
         if absent:
             raise OperatorError(f"cpu_linear: never loaded: {', '.join(absent)}.")
 
+    def unwritable(self) -> str | None:
+        if self.takes_stored_only:
+            return f"{weights_in_words(self.config)} weights are those of a GGUF file, and others are not rounded to it"
+        return None
+
     def is_lossless(self) -> bool:
         return self.config.weights == "bf16" and self._loaded_dtype == torch.bfloat16
 

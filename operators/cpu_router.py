@@ -6,6 +6,7 @@ themselves take in int4. Nothing else of a router changes, so every family's cho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -32,6 +33,7 @@ class CpuRouter(Operator):
 
     device_types = ("cuda", "cpu")
     linear: CpuLinear
+    packed: ProductWeight
 
     @classmethod
     def resolve(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
@@ -60,7 +62,7 @@ class CpuRouter(Operator):
         # Not as children: the weight's name in checkpoints is the router's.
         linear = CpuLinear.build(like, CpuLinearConfig(device=config.device))
         shape = (weight.shape[0], weight.shape[1])
-        bias = ProductBias(shape[:1], linear.dtype) if has_bias else None
+        bias = ProductBias(shape[:1], linear.dtype, linear) if has_bias else None
         self.__dict__.update(linear=linear, packed=ProductWeight(linear, shape, linear.dtype, bias))
         if has_bias:
             self.__dict__["bias"] = bias
@@ -69,6 +71,21 @@ class CpuRouter(Operator):
     def weight(self) -> ProductWeight:
         found: ProductWeight = self.__dict__["packed"]
         return found
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        found = super()._apply(fn, recurse)
+        self.linear._apply(fn)
+        for part in (self.packed, self.packed.bias):
+            if part is not None:
+                part.dtype = self.linear.dtype  # the router's forward may round its input to it
+        return found
+
+    def follow(self, module: nn.Module, name: str) -> str | None:
+        found = router.probe(module)
+        if isinstance(found, Support):
+            return found.reason
+        self.__dict__[name] = getattr(module, name)  # the router's own forward reads it
+        return None
 
     def describe(self) -> dict[str, Any]:
         return self.linear.describe()

@@ -299,6 +299,16 @@ class DeferredMoe(Operator):
             for operator in operators:
                 operator._routed.within = within
 
+    def follow(self, module: nn.Module, name: str) -> str | None:
+        spec = moe_block.probe(module)
+        if isinstance(spec, Support):
+            return spec.reason
+        if spec != self.spec and self.defers:
+            return "its experts are deferred by what it was when the model was swapped"
+        self.spec = spec
+        vars(self._block)[name] = getattr(module, name)  # the block's own forward reads it
+        return None
+
     def describe(self) -> dict[str, Any]:
         deferred = f"{self.defers} of {self.spec.top_k}" + (f" ({self._remark})" if self._remark else "")
         runs = {**self._experts.describe(), "deferred": deferred}

@@ -414,6 +414,11 @@ class HybridExperts(CpuExperts):
                 raise OperatorError(f"hybrid_experts: {error}. Use dynamic: false.") from None
             log.warning("the experts on the GPU stay where they are: %s", error)
 
+    def unwritable(self) -> str | None:
+        if self.config.device != "cpu":
+            return f"{self.config.device} may compute with them, or with a copy"
+        return super().unwritable()
+
     def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         self._require_ram("gradients, torch.compile and inputs on the CPU need")
         return super().compute(hidden_states, top_k_index, top_k_weights)

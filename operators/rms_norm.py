@@ -5,7 +5,7 @@ a prompt on the CPU each is eight operations of torch's, whose threads have to b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -55,7 +55,7 @@ class RmsNorm(Operator):
     def __init__(self, module: nn.Module, config: RmsNormConfig, spec: RmsNormSpec) -> None:
         super().__init__()
         self.weight: nn.Parameter = module.weight  # type: ignore[assignment]
-        self.spec, self.epsilon = spec, spec.epsilon
+        self.spec = spec
         self.config = config
 
     @classmethod
@@ -69,6 +69,23 @@ class RmsNorm(Operator):
         if isinstance(spec, Support):
             raise OperatorError(f"rms_norm: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(module, config, spec)
+
+    @property
+    def epsilon(self) -> float:
+        return self.spec.epsilon
+
+    @epsilon.setter
+    def epsilon(self, epsilon: float) -> None:
+        self.spec = replace(self.spec, epsilon=epsilon)
+
+    def follow(self, module: nn.Module, name: str) -> str | None:
+        spec = _spec_of(module)
+        if isinstance(spec, Support):
+            return spec.reason
+        if spec == self.spec:
+            return super().follow(module, name)
+        self.spec = spec
+        return None
 
     def describe(self) -> dict[str, Any]:
         fused = self.config.device == "cpu" or _native.cuda_built()
@@ -91,7 +108,7 @@ class RmsNorm(Operator):
             _native.norm_rows(
                 x=x.detach().view(-1, n),
                 weight=weight.detach(),
-                epsilon=self.epsilon,
+                epsilon=self.spec.epsilon,
                 out=out.view(-1, n),
                 unit_offset=self.spec.has_unit_offset,
                 rounds_first=self.spec.rounds_before_weight,
@@ -104,7 +121,7 @@ class RmsNorm(Operator):
             CODES[x.dtype],
             x.numel() // n,
             n,
-            self.epsilon,
+            self.spec.epsilon,
             stream_of(x.device),
             float(self.spec.has_unit_offset),
             self.spec.rounds_before_weight,
@@ -119,4 +136,4 @@ class RmsNorm(Operator):
         return norm.formula(x, weight, spec.epsilon, spec.rounds_before_weight)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, epsilon={self.epsilon}"
+        return f"{self.weight.shape[0]}, epsilon={self.spec.epsilon}"

@@ -62,6 +62,30 @@ def check_config(path: Path) -> None:
     check_counts(values, str(path))
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Refuse a folder with an adapter of PEFT, which would be left out where the model alone is read.
+
+    transformers puts an adapter on the model that lies with it. Raises CheckpointError.
+    """
+    path = folder / "adapter_config.json"
+    if not os.path.lexists(path):
+        return
+    if os.path.lexists(folder / "config.json"):
+        raise CheckpointError(
+            f"{folder}: there is an adapter beside the model (adapter_config.json). Load the model from a folder of "
+            "its own, then the adapter by model.load_adapter(folder)."
+        )
+    try:
+        base = json.loads(read(path, MAX_CONFIG_BYTES)).get("base_model_name_or_path")
+    except (ValueError, AttributeError, CheckpointError):
+        base = None
+    of = f" of {shown(base)}" if base else ""
+    raise CheckpointError(
+        f"{folder}: this is an adapter{of} (adapter_config.json), and no model. Load its model, then the adapter by "
+        "model.load_adapter(folder)."
+    )
+
+
 def modelopt_config(folder: Path) -> dict[str, Any] | None:
     """What hf_quant_config.json, which NVIDIA ModelOpt writes, says of the weights; None if there is none.
 

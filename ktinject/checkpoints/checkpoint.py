@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 
+from ktinject.checkpoints import beside
 from ktinject.checkpoints.files import CONVERT, PICKLES, check_inside, names_in
 from ktinject.checkpoints.formats import table
 from ktinject.checkpoints.formats.base import Format, SourceFormat, Stored
@@ -95,20 +96,28 @@ class Checkpoint:
         self.quantization, self.skipped = reader.quantization, reader.skipped
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], quantization: Mapping[str, Any] | None = None) -> Self:
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        quantization: Mapping[str, Any] | None = None,
+        with_adapter: bool = False,
+    ) -> Self:
         """Find the files of a checkpoint, read their headers and check everything but the data.
 
         path          a folder, a .safetensors or .gguf file, or an index (*.index.json) with its shards beside it
         quantization  the model config's `quantization_config`
+        with_adapter  an adapter of PEFT may lie in the folder: the caller sees to it
         Raises        CheckpointError with all faults of the same kind in one report
         """
+        if not with_adapter and os.path.isdir(path):
+            beside.refuse_adapter(Path(path))
         reader = open_reader(Path(path), quantization or {})
-        beside = reader.path if reader.path.is_dir() else reader.path.parent
+        folder = reader.path if reader.path.is_dir() else reader.path.parent
         try:
             found = cls(reader)
-            if (beside / PACKED).is_file():
-                check_inside(beside, PACKED)
-                found._add(PackedFile(beside / PACKED))
+            if (folder / PACKED).is_file():
+                check_inside(folder, PACKED)
+                found._add(PackedFile(folder / PACKED))
         except BaseException:
             reader.close()
             raise

@@ -347,6 +347,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from ktinject.hf import gguf_tokenizer, tokenizers
 
     folder = path if path.is_dir() else path.parent
+    if path.is_dir():
+        beside.refuse_adapter(path)
     beside.check_tokenizer(folder)
     if not beside.has_tokenizer(folder) and any(
         file.suffix == ".gguf" for file in (path, *folder.glob("*.gguf"))

@@ -31,7 +31,7 @@ from ktinject.generation.cache_layers import has_latents
 from ktinject.generation.consecutive import modules_with_states
 from ktinject.generation.decoding import Decoding
 from ktinject.hf import compat
-from ktinject.model_class import own_class
+from ktinject.model_class import own_class, stored_parameters
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.hybrid_experts import HybridExperts
 from ktinject.operators.offload import expert_cache, handoff, lent, submits
@@ -57,7 +57,7 @@ def support(model: Any) -> Support:
     decoding: Decoding = model.ktinject_decoding
     if decoding.group is not None:
         return Support.no("several processes share the model")
-    devices = {str(tensor.device) for tensor in model.parameters()}
+    devices = {str(tensor.device) for tensor in stored_parameters(model)}
     if len(devices) > 1:
         return Support.no(
             f"its layers stand on {', '.join(sorted(devices))}, and the paged cache on one device"

@@ -41,12 +41,14 @@ from ktinject.generation.graph_runner import MAX_BATCH
 from ktinject.generation.sampling import Request, Sampling
 from ktinject.hf import adapters, compat
 from ktinject.hf.private import owner_of
-from ktinject.model_class import own_class
+from ktinject.model_class import own_class, stored_parameters
 from ktinject.operators import Operator
 from ktinject.support import SUPPORTED, Support
 
 # Methods that decide what a step is given. A recorded step does not call them.
 _PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "__call__")
+# They compute nothing.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # transformers' hooks that record what was asked for with output_…=True, and else do nothing; they stay once set.
 _RECORDING = "transformers.utils.output_capturing"
 
@@ -55,7 +57,7 @@ def graph_support(model: PreTrainedModel) -> Support:
     """Whether decode steps of a swapped model can be captured at all."""
     if not (known := compat.support("generation")):
         return known
-    devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    devices = sorted({str(tensor.device) for tensor in (*stored_parameters(model), *model.buffers())})
     plan = getattr(model, "ktinject", None)
     is_planned = len(devices) == 1 or (plan is not None and {*devices} <= {*plan.device_map.values()})
     if not is_planned or not all(device.startswith("cuda") for device in devices):
@@ -89,7 +91,10 @@ def recording_support(model: PreTrainedModel) -> Support:
     """Whether a recorded step would miss nothing of the model as it is now."""
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
         return Support.no("there are hooks on all modules")
+    idle = adapters.idle_parts(model)
     for path, module in model.named_modules():
+        if module in idle:
+            continue
         where = path or "the model"
         is_adapter = adapters.is_part(module)
         if is_adapter and not (found := _adapter_support(model, module)):
@@ -97,8 +102,9 @@ def recording_support(model: PreTrainedModel) -> Support:
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all(map(_is_harmless, hooks)):
             return Support.no(f"{where} has forward hooks")
-        if module.training:
-            return Support.no("the model is in training mode")
+        if module.training and not isinstance(module, _CONTAINERS) and not adapters.is_idle(module):
+            named = "the model" if model.training else where
+            return Support.no(f"{named} is in training mode")
         # Of PEFT's code, what was just looked at; as of any other module, nothing that was put in place of it.
         replay = trust.instance_support(module) if is_adapter else trust.replay_support(module)
         if not replay:

@@ -20,6 +20,7 @@ from ktinject.operators import Operator
 from ktinject.operators.cpu_router import CpuRouter
 from ktinject.operators.probes import twin
 from ktinject.operators.probes.answer import Memory, key_of
+from ktinject.operators.stand_in import StandIn
 from ktinject.support import Support
 
 # What leads to a block's experts and back, as Nemotron-H calls it; identities where they are as wide as the model.
@@ -270,7 +271,7 @@ def _plain_router(gate: nn.Module) -> nn.Module:
     """A router of transformers' class with the same attributes, also where `cpu_router` computes its product."""
     if not isinstance(gate, CpuRouter):
         return gate
-    kind = next(base for base in type(gate).__mro__ if not issubclass(base, Operator))
+    kind = next(base for base in type(gate).__mro__ if not issubclass(base, StandIn))
     plain: Any = object.__new__(kind)
     shapes = gate.parameter_shapes()
     vars(plain).update(

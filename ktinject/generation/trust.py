@@ -14,10 +14,11 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ktinject.hf import compat
 from ktinject.operators import Operator
+from ktinject.operators.stand_in import StandIn
 from ktinject.support import SUPPORTED, Support
 
 # What all models and operators have in common, beside nn.Module: no forward is made of it.
-BASES = frozenset({*PreTrainedModel.__mro__, *GenerationMixin.__mro__, Operator})
+BASES = frozenset({*PreTrainedModel.__mro__, *GenerationMixin.__mro__, Operator, StandIn})
 _TRUSTED = ("torch", "transformers", "ktinject")
 
 

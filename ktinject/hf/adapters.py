@@ -5,7 +5,7 @@ PEFT puts a module around each layer that it adapts. It is imported by whoever m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -37,9 +37,14 @@ def acting(module: Any) -> tuple[str, ...]:
     return tuple(name for name in module.active_adapters if name in module.lora_A)
 
 
+def is_idle(module: Any) -> bool:
+    """Whether a module is PEFT's around a linear layer, and no adapter adds anything to what that gives."""
+    return is_lora_linear(module) and not acting(module)
+
+
 def unadapted(module: Any) -> Any:
     """The layer in a LoRA module to which no adapter adds anything; any other module as it is."""
-    while isinstance(module, nn.Module) and is_lora_linear(module) and not acting(module):
+    while isinstance(module, nn.Module) and is_idle(module):
         module = module.base_layer
     return module
 
@@ -61,6 +66,39 @@ def replay_support(module: Any) -> Support:
             f"has the adapter {name!r} with {variant}; captured steps hold plain LoRA. Merge it"
         )
     return SUPPORTED
+
+
+def trained_biases(model: Any, held: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Adapters that are to train biases which operators hold: the adapter, what its config says, and the first bias.
+
+    held   full names of parameters that operators hold, as they are in the model now
+    """
+    configs = getattr(model, "peft_config", None)
+    for adapter, config in (configs if isinstance(configs, dict) else {}).items():
+        said = getattr(config, "bias", "none")
+        if (
+            said in (None, "none", False)
+            or not isinstance(said, str)
+            or getattr(config, "inference_mode", True)
+        ):
+            continue
+        for name in held:
+            # Of `all`, every parameter of such a name; else those of layers that PEFT has put its own around.
+            if name.endswith("bias") and (said == "all" or name.endswith(".base_layer.bias")):
+                yield adapter, said, name
+                break
+
+
+def idle_parts(model: nn.Module) -> set[nn.Module]:
+    """Modules of PEFT, and what they hold, that no request runs through: of LoRA that is off or merged."""
+    return {
+        part
+        for module in model.modules()
+        if is_idle(module)
+        for name, child in module.named_children()
+        if name != "base_layer"
+        for part in child.modules()
+    }
 
 
 def take_off(model: nn.Module) -> None:

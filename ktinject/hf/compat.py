@@ -564,7 +564,12 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         ),
         *_each(f"{_MODULE}.__init__", "_forward_hooks _forward_pre_hooks", SET, "twins"),
         *_each(f"{_MODULE}.__init__", "_backward_hooks _backward_pre_hooks", SET, "twins"),
-        Private("torch:Tensor", "_make_subclass", THERE, "a weight that is packed again when it is written"),
+        Private(
+            "torch:Tensor",
+            "_make_wrapper_subclass",
+            THERE,
+            "a weight that is packed again when it is written",
+        ),
         Private("torch._C", "DisableTorchFunctionSubclass", THERE, "the same"),
     ),
     "kimi_k2": (

@@ -20,6 +20,7 @@ from ktinject.errors import OperatorError
 from ktinject.hf import models
 from ktinject.hf.layers import Layers
 from ktinject.loading import save_packed
+from ktinject.model_class import stored_state
 from ktinject.operators import REGISTRY, Operator
 from ktinject.operators.cpu_experts import PASSES
 from ktinject.planning.devices import show_bytes
@@ -56,6 +57,7 @@ def apply(
     models.untie(model, plan.swapped)
     for path, operator in operators.items():
         operator.train(model.training)
+        operator.stand_for(model.get_submodule(path))
         model.set_submodule(path, operator, strict=True)
     decoder = Layers(model).decoder
     kinds: dict[type[Operator], None] = dict.fromkeys(type(operator) for operator in operators.values())
@@ -141,7 +143,7 @@ def _save_pretrained(
     elif packed := _rounded_and_packed(model):
         write_packed(model, save_directory, packed, save)
     else:
-        save(state_dict={**model.state_dict(), **_unpacked(model)})
+        save(state_dict={**stored_state(model), **_unpacked(model)})
 
 
 def write_packed(
@@ -179,7 +181,7 @@ def _rounded_and_packed(model: PreTrainedModel) -> dict[str, Operator]:
     """
     plan: Plan = model.ktinject
     found = _packed_operators(model)
-    state = model.state_dict()
+    state = stored_state(model)
     copies = {name for name, source in plan.tied.items() if source in state}
     rounded = any(
         not found[r.path].is_lossless() and not copies.issuperset(f"{r.path}.{n}" for n in r.parameter_shapes)
@@ -228,7 +230,7 @@ def _unpacked(model: PreTrainedModel, but: Collection[str] = ()) -> dict[str, Te
     operators = {path: operator for path, operator in _operators(model, plan).items() if path not in but}
     # A rounded copy of a tied parameter may be left out, since the original is in the model. An exact copy is saved
     # if the original has changed since it was copied.
-    state = model.state_dict()
+    state = stored_state(model)
     copies = {name for name, source in plan.tied.items() if source in state}
     replacements = [
         replacement

@@ -25,6 +25,7 @@ from ktinject.errors import CheckpointError, OperatorError, listed
 from ktinject.hf.plugin import KTInjectConfig
 from ktinject.loading.packed_cache import fill_from, held_by, tensors_of, write
 from ktinject.loading.read_ahead import Pace
+from ktinject.model_class import stored_state
 from ktinject.operators import REGISTRY, Operator
 from ktinject.planning.plan import Plan
 
@@ -61,7 +62,7 @@ def save(
     there = getattr(model.config, "quantization_config", None)
     model.config.quantization_config = config
     try:
-        call(state_dict={**model.state_dict(), **others})
+        call(state_dict={**stored_state(model), **others})
     finally:
         if there is None:
             del model.config.quantization_config

@@ -21,7 +21,7 @@ from ktinject.distributed.tensor_parallel import Cut, Style
 from ktinject.errors import PlanError
 from ktinject.generation.cache import bucket_of
 from ktinject.generation.cpu import openmp
-from ktinject.hf import compat, models
+from ktinject.hf import adapters, compat, models
 from ktinject.hf.extras import check_patterns
 from ktinject.hf.key_map import KeyMap, key_map
 from ktinject.hf.layers import Layers, has_routed_experts
@@ -246,6 +246,11 @@ def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
     check_class(model)
     if hasattr(model, "ktinject"):
         raise PlanError("this model is swapped already (see model.ktinject). Build a new one on meta.")
+    if part := next((path for path, module in model.named_modules() if adapters.is_part(module)), None):
+        raise PlanError(
+            f"this model has an adapter of PEFT ({part}). Swap it without one, and put the adapter on the swapped "
+            "model: get_peft_model(model, …), or model.load_adapter(folder)."
+        )
     types = model_types(model)
     if ruleset.model_types and not {*types} & {*ruleset.model_types}:
         raise PlanError(

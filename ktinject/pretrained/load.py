@@ -46,7 +46,7 @@ def from_pretrained(
     # Models are built on meta and filled where the plan says, whatever the caller's default is.
     with torch.device("cpu"):
         path = _path(name, read)
-        with Checkpoint.open(path) as checkpoint:
+        with Checkpoint.open(path, with_adapter=read.adapter is not None) as checkpoint:
             settled = _config(cls, path, config, read)
             settled.name_or_path = os.fspath(name or path)
             _say_what_is_stored(settled, asked, checkpoint)
@@ -88,11 +88,8 @@ def _path(name: str | os.PathLike[str] | None, read: Arguments) -> Path:
     path = path / read.subfolder
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such folder. Name one with config.json and weights.")
-    if (path / "adapter_config.json").exists() and read.adapter is None:
-        raise CheckpointError(
-            f"{path}: there is an adapter beside the model (adapter_config.json). Load the model from a folder of its "
-            "own, then the adapter by model.load_adapter(folder)."
-        )
+    if read.adapter is None:
+        beside.refuse_adapter(path)
     return path / read.gguf_file if read.gguf_file else path
 
 

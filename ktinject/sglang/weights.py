@@ -115,7 +115,7 @@ def opened(path: str) -> Checkpoint:
         )
     if os.path.isdir(folder) and any(name.startswith("_layer_") for name in os.listdir(folder)):
         raise CheckpointError(f"--kt-weight-path: {path}: {_CONVERTED}.")
-    checkpoint = Checkpoint.open(folder, _quantization(folder))
+    checkpoint = Checkpoint.open(folder, _quantization(folder), with_adapter=True)  # as SGLang itself
     if any(".numa." in name for name in checkpoint.names):
         checkpoint.close()
         raise CheckpointError(f"--kt-weight-path: {path}: {_CONVERTED}.")

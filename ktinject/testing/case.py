@@ -85,6 +85,7 @@ class Case:
         for key, tensor in taken(operator, module).items():
             operator.load(key, tensor, None, None)
         operator.finish()
+        operator.stand_for(module)
         return operator
 
     def arguments_of_call(self, tokens: int) -> Inputs:

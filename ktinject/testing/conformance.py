@@ -376,6 +376,102 @@ def passes_gradients(case: Case) -> None:
     must(error <= max(2 * case.tolerance, 1e-2), f"the gradient is off by {error:.2g}")
 
 
+def answers_for_the_module(case: Case) -> None:
+    """Each public attribute and weight of the module is read as it was there."""
+    module = case.make()
+    operator = case.filled(module)
+    for key, value in _attributes(module).items():
+        try:
+            found = getattr(operator, key)
+        except AttributeError:
+            raise AssertionError(f"{key} of the module cannot be read") from None
+        must(found is value or found == value, f"{key} is {found!r}; the module has {value!r}")
+    for key, tensor in taken(operator, module).items():
+        weight = operator.held_parameters()[key]
+        must(
+            weight.shape == tensor.shape and weight.dtype == tensor.dtype,
+            f"{key} is read as {weight.dtype} {list(weight.shape)}; the module has {tensor.dtype} {list(tensor.shape)}",
+        )
+        if case.unpacks(operator):
+            error = relative_error(weight.plain().float().cpu(), tensor.float())
+            must(error <= max(case.weight_tolerance, 4e-3), f"{key} is read {error:.2g} off")
+
+
+def follows_or_refuses_attributes(case: Case) -> None:
+    """An attribute of the module that is set is followed, or refused by name with what to do."""
+    for key, value in _attributes(case.make()).items():
+        other = _another(value)
+        if other is None:
+            continue
+        module = case.make()
+        operator = case.filled(module).to(case.device)
+        arguments = case.arguments_of_call(5)
+        before = call(operator, arguments)
+        try:
+            setattr(operator, key, other)
+        except OperatorError as refusal:
+            must(
+                case.name in str(refusal) or (case.delegate and case.delegate in str(refusal)),
+                f"setting {key}: the message does not name the operator: {refusal}",
+            )
+            must(
+                key in str(refusal) and "replace: keep" in str(refusal),
+                f"setting {key}: the message does not say what is refused, and what to do: {refusal}",
+            )
+            must(getattr(operator, key) == value, f"setting {key} was refused, and it is another")
+            for a, b in zip(call(operator, arguments), before, strict=True):
+                must(torch.equal(a, b), f"setting {key} was refused, and changes what is computed")
+            continue
+        must(getattr(operator, key) == other, f"{key} was set to {other!r} and is {getattr(operator, key)!r}")
+        setattr(module, key, other)
+        if not _computes(module.to(case.device), arguments):
+            continue
+        for a, b in zip(
+            call(operator, arguments), call(case.reference(operator, module), arguments), strict=True
+        ):
+            error = relative_error(a, b)
+            must(
+                error <= case.tolerance,
+                f"{key} was set to {other!r} without a word, and what it computes is {error:.2g} off the module",
+            )
+
+
+def takes_edits_of_weights(case: Case) -> None:
+    """A weight that is edited in place, after the swap, is edited; or it is refused by name."""
+    module = case.make()
+    operator = case.filled(module).to(case.device)
+    for key in operator.held_parameters():
+        before = operator.held_parameters()[key].plain().clone()
+        try:
+            operator.held_parameters()[key].mul_(0.5)
+        except OperatorError as refusal:
+            must(
+                key.rpartition(".")[2] in str(refusal) and "replace: keep" in str(refusal),
+                f"writing to {key}: the message does not say what is refused, and what to do: {refusal}",
+            )
+            continue
+        found = operator.held_parameters()[key].plain()
+        error = relative_error(found.float(), 0.5 * before.float())
+        must(error <= max(case.weight_tolerance, 4e-3), f"{key} was halved, and is {error:.2g} off that")
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Plain public attributes of a module. Its `config` is none: an operator's own arguments have that name."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if not key.startswith("_") and key not in ("training", "config") and _another(value) is not None
+    }
+
+
+def _another(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return max(1, value - 1) if value > 1 else value + 1
+    return 0.5 * value + 0.1 if isinstance(value, float) else None
+
+
 def _by_name(*checks: Callable[[Case], None]) -> dict[str, Callable[[Case], None]]:
     return {check.__name__: check for check in checks}
 
@@ -397,4 +493,7 @@ COMPUTING = _by_name(
     takes_any_strides,
     refuses_another_width,
     passes_gradients,
+    answers_for_the_module,
+    follows_or_refuses_attributes,
+    takes_edits_of_weights,
 )

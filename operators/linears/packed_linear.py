@@ -1,100 +1,28 @@
 """The base of dense linear operators: a subclass of `nn.Linear` whose weights are packed instead of parameters.
 
 Libraries such as PEFT use `nn.Linear`, `in_features`, `out_features`, `weight` and `bias`. Here `weight` and `bias` are
-properties that unpack at each access. Values written to them in place, as PEFT does to merge an adapter, are packed
-again.
+tensors that are unpacked where they are read (operators/held.py). Values written to them in place, as PEFT does to
+merge an adapter, are packed again.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator
+from ktinject.operators.held import Held
 from ktinject.operators.torch_ops.linear import handle_of, linear_op
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
 
 SOURCES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-class Unpacked(Tensor):
-    """An unpacked weight or bias. Every operation that writes to it also packs it again.
-
-    Its views and its `.data` are of this class, too. Other results computed from it are plain tensors.
-    """
-
-    _linear: PackedLinear
-    _name: str
-    _whole: Tensor  # the plain tensor that holds the values
-
-    @classmethod
-    def of(cls, linear: PackedLinear, name: str) -> Unpacked:
-        with torch.inference_mode(False):
-            return cls._view(linear, name, whole := linear.unpacked(name), whole)
-
-    @classmethod
-    def _view(cls, linear: PackedLinear, name: str, whole: Tensor, part: Tensor) -> Unpacked:
-        found = torch.Tensor._make_subclass(cls, part)
-        found._linear, found._name, found._whole = linear, name, whole
-        return found
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, Unpacked)]
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-            if given and _writes(func, kwargs or {}):
-                given[0]._pack(args[1] if func == _SET_DATA else None)
-            if type(found) is Tensor:
-                for one in given:
-                    if found.untyped_storage().data_ptr() == one._whole.untyped_storage().data_ptr():
-                        return cls._view(one._linear, one._name, one._whole, found)
-            return found
-
-    def _pack(self, data: Tensor | None) -> None:
-        """Pack the new values.
-
-        data    the tensor that was set as `.data`; None: the values were written in place
-        """
-        if data is None:
-            self._linear.write(self._name, self._whole)
-        elif getattr(data, "_whole", None) is not self._whole:
-            self._linear.write(self._name, data.as_subclass(Tensor))
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self._whole.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._whole.__reduce_ex__(protocol)
-
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a torch function changes its first argument or `out`. Judged by the function's name."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        in_place = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
-        return func == _SET_DATA or name == "__setitem__" or in_place
-    return (name.endswith("_") and name != "requires_grad_") or kwargs.get("out") is not None
-
-
-@functools.cache
-def _warn_rounded(operator: str, weights: str) -> None:
-    logging.getLogger("ktinject").warning(
-        "%s: a weight is written to, and rounded to %s anew. Merge adapters into the checkpoint to round once.",
-        operator,
-        weights,
-    )
 
 
 class PackedLinear(Operator, nn.Linear):
@@ -154,18 +82,25 @@ class PackedLinear(Operator, nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight [n, k] in the model's dtype, unpacked at each access. Values written to it are packed again."""
-        return Unpacked.of(self, "weight")
+        """The weight [n, k] in the model's dtype, unpacked where it is read. Values written to it are packed again."""
+        return self.held_weight("weight")
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
         """The bias [n] in the model's dtype, or None. Values written to it are kept."""
-        return Unpacked.of(self, "bias") if self.has_bias else None
+        return self.held_weight("bias") if self.has_bias else None
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Replace `weight` [n, k] or `bias` [n]. Raises OperatorError for another shape or dtype."""
-        if name == "weight" and self.describe()["weights"] != "bf16":
-            _warn_rounded(self.name, self.describe()["weights"])
+    def held_weight(self, name: str) -> Held:
+        device = str(self.config.device)
+        at = device if device.startswith("cuda") else "cpu"
+        return Held.of(self, name, self.parameter_shapes()[name], self.dtype, at)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        found = super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return found
+
+    def load_whole(self, name: str, tensor: Tensor) -> None:
         self.load(name, tensor, None, None)
         self.finish()
 

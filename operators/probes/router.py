@@ -36,9 +36,13 @@ class RouterSpec:
 
 
 class _StandIn:
-    """Stands for a parameter of a router in its forward. It cannot be written to."""
+    """Stands for a parameter of a router in its forward.
+
+    Whatever else a parameter is asked for, the weight that the product holds answers, and takes what is written to it.
+    """
 
     __slots__ = ("device", "dtype", "shape")
+    _name: str
 
     # What holds the router may initialise its weights in transformers' loader, which then leaves this alone.
     _is_hf_initialized = True
@@ -56,15 +60,59 @@ class _StandIn:
         if func is functional.linear and not kwargs and len(args) > 1 and isinstance(args[1], ProductWeight):
             if args[1].takes(args[2] if len(args) == 3 else None):
                 return args[1].product(args[0])
-        raise OperatorError(
-            f"cpu_router: the router's weight or bias is used in {func.__name__}, which is not served."
-        )
+        return func(*map(_held, args), **{name: _held(value) for name, value in (kwargs or {}).items()})
+
+    @property
+    def held(self) -> Tensor:
+        """The parameter itself. Raises OperatorError where nothing holds it, as in a probe."""
+        of: Any = getattr(self, "product", None)
+        if not hasattr(of, "held_weight"):
+            raise OperatorError(
+                "cpu_router: the router's weight or bias is used in something else than F.linear, which is not served."
+            )
+        found: Tensor = of.held_weight(self._name)
+        return found
+
+    @property
+    def data(self) -> Tensor:
+        return self.held.data
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        self.held.data = data
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self.__slots__ or name == "product":
+            raise AttributeError(name)
+        return getattr(self.held, name)
+
+
+def _delegated(name: str) -> Any:
+    return lambda self, *args: getattr(self.held, name)(*args)
+
+
+# Python looks for these in the class alone.
+for _name in "add radd sub rsub mul rmul truediv matmul rmatmul neg pow getitem setitem len iter".split():
+    setattr(_StandIn, f"__{_name}__", _delegated(f"__{_name}__"))
+for _name in "iadd isub imul itruediv".split():
+    setattr(_StandIn, f"__{_name}__", _delegated(f"__{_name}__"))
+
+
+def _held(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_held, value))
+    return value.held if isinstance(value, _StandIn) else value
 
 
 class ProductBias(_StandIn):
     """Stands for a router's bias, which the product with the weight adds."""
 
-    __slots__ = ()
+    __slots__ = ("product",)
+    _name = "bias"
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, product: Any = None) -> None:
+        super().__init__(shape, dtype)
+        self.product = product
 
 
 class ProductWeight(_StandIn):
@@ -74,6 +122,7 @@ class ProductWeight(_StandIn):
     """
 
     __slots__ = ("bias", "product")
+    _name = "weight"
 
     def __init__(
         self,

@@ -54,6 +54,18 @@ def of(
     return found
 
 
+def on_meta(module: Module) -> Module:
+    """A twin without values: its tensors, and those of all below it, are on meta. It keeps no memory of them."""
+    found = of(module, {name: on_meta(child) for name, child in module.named_children()}, hooks=False)
+    kinds: list[dict[str, Any]] = [found._parameters, found._buffers]
+    for tensors in kinds:
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                tensors[name] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+    return found
+
+
 def around(
     root: Module, path: str, found: nn.Module, without: tuple[str, ...] = (), hooks: bool = True
 ) -> Module:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from double import EXPERTS, on_meta, saved
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import ktinject
 from ktinject import machine
@@ -501,3 +501,40 @@ def test_the_rest_on_a_gpu(tmp_path: Path) -> None:
     with torch.no_grad():
         ours, theirs = model(IDS.to("cuda")).logits.cpu(), original(IDS).logits
     assert (ours - theirs).norm() / theirs.norm() < 1e-2
+
+
+class TestAnAdapterBesideTheModel:
+    """transformers puts it on the model; no door of ours may leave it out without a word."""
+
+    BESIDE = "there is an adapter beside the model"
+    ALONE = r"this is an adapter of 'some/model' .*, and no model. Load its model, then the adapter"
+
+    @pytest.fixture
+    def beside(self, tmp_path: Path) -> Path:
+        folder = saved(models.tiny("qwen3_moe"), tmp_path / "model")
+        (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
+        return folder
+
+    def test_every_call_refuses_it(self, beside: Path) -> None:
+        config = AutoConfig.from_pretrained(beside)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        before = dict(vars(model))
+        for call in (
+            lambda: ktinject.load(beside, devices="cpu"),
+            lambda: ktinject.optimize(model, "auto", checkpoint=beside, devices="cpu"),
+            lambda: ktinject.plan(model, "auto", checkpoint=beside, devices="cpu"),
+        ):
+            with pytest.raises(CheckpointError, match=self.BESIDE):
+                call()
+        assert vars(model) == before
+
+    def test_an_adapter_alone_is_called_one(self, beside: Path) -> None:
+        for file in [*beside.iterdir()]:
+            if file.name != "adapter_config.json":
+                file.rename(file.with_name(f"of_{file.name}"))
+        with pytest.raises(CheckpointError, match=self.ALONE):
+            ktinject.load(beside, devices="cpu")
+        (beside / "adapter_config.json").write_text("[")
+        with pytest.raises(CheckpointError, match=r"this is an adapter .*, and no model"):
+            ktinject.load(beside, devices="cpu")

@@ -14,14 +14,15 @@ from ktinject.testing import check_operator
 
 
 class Scale(nn.Module):
-    """x · weight."""
+    """x · weight · factor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(0.5, 2, 8))
+        self.factor = 1.0
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states * self.weight
+        return hidden_states * self.weight * self.factor
 
 
 class Kept(Operator):
@@ -151,6 +152,11 @@ FAULTS: list[tuple[type[Operator], dict[str, Any], str]] = [
     (Held, {"unpack": lambda self, name, expert=None: self.held + 1}, "unpack('weight') is off by"),
     (Held, {"is_lossless": lambda self: True, "unpack": lambda self, n, e=None: self.held * 1.003}, "bit_by_bit"),
     (Held, {"forward": lambda self, hidden_states: hidden_states * self.held}, "keeps_the_dtype: forward of"),
+    (Held, {"__getattr__": nn.Module.__getattr__}, "factor of the module cannot be read"),
+    (Kept, {"factor": 2.0}, "factor is 2.0; the module has 1.0"),
+    (Kept, {"__setattr__": nn.Module.__setattr__}, "factor was set to 0.6 without a word, and what it"),
+    (Held, {"follow": lambda self, module, name: None}, "factor was set to 0.6 without a word, and what it"),
+    (Held, {"load_whole": lambda self, name, tensor: None}, "weight was halved, and is 1 off that"),
 ]  # fmt: skip
 
 

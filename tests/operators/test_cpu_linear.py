@@ -571,7 +571,7 @@ class TestWritten:
     def test_another_shape_is_refused(self) -> None:
         operator = swapped(linear(24, 56))
         with pytest.raises(
-            OperatorError, match=r"weight: found shape \[56, 24\].*expected the whole \[24, 56\]"
+            OperatorError, match=r"weight: found shape \[56, 24\]; expected \[24, 56\].*replace: keep"
         ):
             operator.weight.data = torch.zeros(56, 24)
 

@@ -42,6 +42,7 @@ from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
 from ktinject.generation.streams_spec import StreamsLayerSpec
 from ktinject.hf import compat
 from ktinject.hf.layers import layer_configs
+from ktinject.model_class import stored_parameters
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
@@ -285,4 +286,4 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    return next((p.device for p in stored_parameters(model) if p.device.type != "meta"), torch.device("cpu"))

@@ -168,3 +168,33 @@ from ktinject.cli import app
 app(["rules", "list"], standalone_mode=False)
 assert "torch" not in sys.modules"""
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan"],
+        ["fit"],
+        ["run", "--prompt", "x"],
+        ["convert"],
+        ["chat"],
+        ["serve"],
+        ["eval"],
+        ["profile"],
+        ["bench"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_an_adapter_beside_the_model_is_refused_by_every_command(ktinject, command, tiny_qwen3_moe, tmp_path):
+    """Where transformers would put it on the model."""
+    folder = shutil.copytree(tiny_qwen3_moe, tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    (text := tmp_path / "text.txt").write_text("some text\n")
+    more = {
+        "convert": [tmp_path / "out"],
+        "eval": ["--text", text],
+        "profile": ["--prompts", text],
+    }.get(command[0], [])
+    name, *options = command
+    result = ktinject(name, folder, *more, *options, exit_code=2)
+    assert "there is an adapter beside the model (adapter_config.json)" in " ".join(result.output.split())

@@ -16,7 +16,8 @@ from test_native_decoder import sure, swapped
 from torch import Tensor
 from transformers import PreTrainedModel, TextIteratorStreamer, pipeline
 
-from ktinject import OperatorError
+import ktinject
+from ktinject import OperatorError, PlanError
 from ktinject.model_class import own_class
 from tests.models import tiny
 
@@ -134,6 +135,24 @@ class TestOnTheCpu:
         tuned.generate(**ARGUMENTS)
         assert "is PEFT's Linear; of adapters" in model.ktinject_decoding.reason
 
+    def test_what_does_not_act_keeps_no_request_from_native_steps(self) -> None:
+        """DoRA that is off or merged; and one that was added to a model in evaluation mode, in training mode itself."""
+        model = swapped("qwen3_moe")
+        tuned = peft.get_peft_model(model, lora(use_dora=True)).eval()
+        tuned.add_adapter("other", lora(1, lora_dropout=0.5))
+        assert not tuned.training and any(module.training for module in tuned.modules())
+        with tuned.disable_adapter():
+            tuned.generate(**ARGUMENTS)
+        assert model.ktinject_decoding.last == "native loop", model.ktinject_decoding.reason
+        tuned.merge_adapter()
+        tuned.generate(**ARGUMENTS)
+        assert model.ktinject_decoding.last == "native loop", model.ktinject_decoding.reason
+        tuned.unmerge_adapter()
+        tuned.set_adapter("other")
+        tuned.generate(**ARGUMENTS)
+        reason = model.ktinject_decoding.reason
+        assert "has the adapter 'other' (PEFT)" in reason, reason
+
 
 class TestOfWhatAnOperatorHolds:
     """PEFT finds no parameter there, and would leave that part out."""
@@ -170,6 +189,121 @@ class TestOfWhatAnOperatorHolds:
     def test_experts_by_name(self) -> None:
         with pytest.raises(ValueError, match=r"Target module HybridExperts\(.* is not supported"):
             peft.get_peft_model(swapped("qwen3_moe"), lora(target_modules=["q_proj", "experts"]))
+
+
+def changed(tuned: Any) -> Any:
+    """Whatever is trained moves, so that a part that is lost shows."""
+    with torch.no_grad():
+        for _, parameter in sorted(tuned.named_parameters()):
+            if parameter.requires_grad:
+                noise = torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())
+                )
+                parameter.add_((0.1 * noise).to(parameter.dtype))
+    return tuned.eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=ARGUMENTS["input_ids"]).logits.float()
+    return found
+
+
+def off(found: Tensor, want: Tensor) -> float:
+    return ((found - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
+
+
+ONE = ["o_proj"]
+KINDS: dict[str, Any] = {
+    "ia3": lambda: peft.IA3Config(target_modules=["q_proj", "o_proj"], feedforward_modules=ONE),
+    "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=ONE),
+    "vera": lambda: peft.VeraConfig(r=4, target_modules=ONE),
+    "loha": lambda: peft.LoHaConfig(r=4, target_modules=ONE),
+    "lokr": lambda: peft.LoKrConfig(r=4, target_modules=ONE),
+    "boft": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=ONE),
+    "hra": lambda: peft.HRAConfig(r=4, target_modules=ONE),
+    "fourier": lambda: peft.FourierFTConfig(n_frequency=20, target_modules=ONE),
+    "miss": lambda: peft.MissConfig(r=4, target_modules=ONE),
+    "shira": lambda: peft.ShiraConfig(r=2, target_modules=ONE, random_seed=3),
+    "randlora": lambda: peft.RandLoraConfig(r=4, target_modules=ONE),
+    "norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+    "dora": lambda: lora(use_dora=True),
+    **{
+        name: (lambda name=name: lora(modules_to_save=[name]))
+        for name in ("lm_head", "norm", "gate", "experts")
+    },
+}
+QUICK = ("ia3", "oft", "norms", "lm_head", "norm")
+ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in KINDS]
+
+
+class TestBesideTheUnswappedModel:
+    """Trained on the unswapped model, put on the swapped one, merged into it, and taken off it."""
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("kind", ALL)
+    def test_of_every_kind(self, kind: str, tmp_path: Path) -> None:
+        original = tiny("qwen3_moe", num_experts_per_tok=6).bfloat16().eval()
+        plain = logits(original)
+        tuned = changed(peft.get_peft_model(original, KINDS[kind]()))
+        tuned.save_pretrained(tmp_path)
+        wanted = logits(tuned)
+        assert off(wanted, plain) > 0.08, "it makes a difference"
+        model = swapped_as_it_is("qwen3_moe")
+        before = logits(model)
+        loaded = peft.PeftModel.from_pretrained(model, tmp_path).eval()
+        assert off(logits(loaded), wanted) < 0.03
+        merged = loaded.merge_and_unload()
+        assert off(logits(merged), wanted) < 0.03
+        assert not any(type(module).__module__.startswith("peft") for module in merged.modules())
+        model = swapped_as_it_is("qwen3_moe")
+        taken_off = peft.PeftModel.from_pretrained(model, tmp_path).unload()
+        if kind not in ("lm_head", "norm", "gate", "experts"):  # of which PEFT leaves the trained copy
+            assert torch.equal(logits(taken_off), before)
+            taken_off.generate(**ARGUMENTS)
+            assert model.ktinject_decoding.last == "native loop"
+
+    def test_a_saved_module_is_trained_and_the_operator_is_not(self) -> None:
+        model = swapped_as_it_is("qwen3_moe")
+        tuned = peft.get_peft_model(model, lora(modules_to_save=["lm_head", "norm"]))
+        held = tuned.base_model.model.lm_head
+        assert type(held.modules_to_save["default"]) is torch.nn.Linear
+        before = held.original_module.weight.clone()
+        tuned(input_ids=ARGUMENTS["input_ids"], labels=ARGUMENTS["input_ids"]).loss.backward()
+        for module in (held, tuned.base_model.model.model.norm):
+            assert module.modules_to_save["default"].weight.grad.abs().sum() > 0
+        changed(tuned)
+        assert torch.equal(held.original_module.weight, before)
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("bias", ["all", "lora_only"])
+    def test_biases(self, bias: str, tmp_path: Path) -> None:
+        original = tiny("gpt_oss", num_experts_per_tok=6).bfloat16().eval()
+        tuned = changed(peft.get_peft_model(original, lora(bias=bias)))
+        tuned.save_pretrained(tmp_path)
+        loaded = peft.PeftModel.from_pretrained(swapped_as_it_is("gpt_oss"), tmp_path).eval()
+        assert off(logits(loaded), logits(tuned)) < 0.03
+        model = swapped_as_it_is("gpt_oss")
+        before = logits(model)
+        says = (
+            rf"adapter 'default' of PEFT: bias='{bias}' trains .*bias, which an operator holds.*replace: keep"
+        )
+        with pytest.raises(OperatorError, match=says):
+            peft.get_peft_model(model, lora(bias=bias))
+        assert not hasattr(model, "peft_config") and torch.equal(logits(model), before)
+
+    def test_a_model_with_an_adapter_is_not_swapped(self) -> None:
+        model = tiny("qwen3_moe").bfloat16()
+        peft.get_peft_model(model, lora())
+        with pytest.raises(
+            PlanError, match=r"has an adapter of PEFT \(model\.layers\.0\.self_attn\.q_proj\)"
+        ):
+            ktinject.optimize(model, "auto", devices="cpu", progress=False)
+
+
+def swapped_as_it_is(family: str) -> PreTrainedModel:
+    model = tiny(family, num_experts_per_tok=6).bfloat16()
+    return ktinject.optimize(model, "auto", devices="cpu", progress=False).eval()
 
 
 @pytest.mark.gpu

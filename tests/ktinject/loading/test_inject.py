@@ -25,6 +25,7 @@ from ktinject.errors import CheckpointError, OperatorError, PlanError
 from ktinject.hf import compat
 from ktinject.hf import models as hf
 from ktinject.loading.inject import Transaction
+from ktinject.model_class import stored_state
 
 torch.set_num_threads(1)
 IDS = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -249,17 +250,18 @@ def test_the_plan_is_on_the_model(swapped: PreTrainedModel) -> None:
         "model.layers.1.mlp.experts"
     ]
     assert isinstance(swapped.model.layers[1].mlp.experts, HeldExperts)
-    assert not any(".experts." in name for name in swapped.state_dict())
+    assert not any(".experts." in name for name in stored_state(swapped))
 
 
 @pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps])
 def test_copying_operators_is_refused(copying: Any, swapped: PreTrainedModel) -> None:
     with pytest.raises(
-        OperatorError, match=r"held_experts: a swapped module cannot be (copied|pickled), its weights"
+        OperatorError, match=r"a swapped (model|module) cannot be (copied|pickled), its weights"
     ):
         copying(swapped)
-    with pytest.raises(OperatorError):
-        copying(swapped.model.layers[1].mlp.experts)
+    if copying is pickle.dumps:
+        with pytest.raises(OperatorError, match="held_experts: a swapped module cannot be pickled"):
+            copying(swapped.model.layers[1].mlp.experts)
 
 
 def test_a_lossless_model_saves_the_checkpoint_it_came_from(

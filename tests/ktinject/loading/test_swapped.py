@@ -56,7 +56,7 @@ def test_parameters_are_counted_as_in_the_unswapped_model(tie: bool) -> None:
     model = swapped(original, EXPERTS, HEAD)
     assert model.num_parameters() == original.num_parameters()
     assert model.num_parameters(exclude_embeddings=True) == original.num_parameters(exclude_embeddings=True)
-    left = sum(parameter.numel() for parameter in model.parameters())
+    left = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert model.num_parameters(only_trainable=True) == left < original.num_parameters()
     assert model.get_memory_footprint() == sum(model.ktinject.bytes.values())
 
@@ -69,7 +69,8 @@ def test_training_says_once_what_is_not_trained(caplog: pytest.LogCaptureFixture
     for _ in range(2):
         assert model.train() is model and model.training
     (record,) = caplog.records
-    held, left = 2 * len(model.model.layers) + 1, len(list(model.parameters()))
+    held = 2 * len(model.model.layers) + 1
+    left = len(list(model.parameters())) - held
     assert held + left == len(list(original.parameters()))
     assert record.levelno == logging.WARNING
     assert f"train(): {held} of {held + left} parameters" in record.getMessage()
@@ -79,6 +80,31 @@ def test_training_says_once_what_is_not_trained(caplog: pytest.LogCaptureFixture
     )
     swapped(original, EXPERTS).train()
     assert len(caplog.records) == 2, "another model"
+
+
+def test_a_trainer_s_log_says_it_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """To who has configured no logging: on stderr, where the trainer's own lines are."""
+    from transformers import Trainer, TrainingArguments
+
+    random = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 90, (12,), generator=random) for _ in range(4)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    model = swapped(models.tiny("qwen3_moe"), EXPERTS, HEAD)
+    before = model.lm_head.weight.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
+        Trainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids} for ids in texts]).train()
+    assert (
+        "are in operators (cpu_linear, held_experts), which keep them as they are" in capfd.readouterr().err
+    )
+    assert torch.equal(model.lm_head.weight, before)
 
 
 def test_training_an_adapter_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
