@@ -7,9 +7,11 @@ transformers' methods look at parameters only, and the weights that operators ho
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ktinject.errors import OperatorError
@@ -93,9 +95,14 @@ class _Swapped(_Methods):
         del vars(self)["peft_config"]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. Raises OperatorError if a part of an adapter of PEFT would be missed."""
+        """As in transformers, whatever torch's default device is.
+
+        Raises  OperatorError if a part of an adapter of PEFT would be missed
+        """
         _refuse_lost(self)
-        return super().generate(*args, **kwargs)
+        is_usual = torch.get_default_device().type == "cpu"
+        with nullcontext() if is_usual else torch.device("cpu"):
+            return super().generate(*args, **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As in transformers, and the weights in operators count, too. None of them is trainable."""
