@@ -118,7 +118,9 @@ def command(
         prompt_file = prompts or _beside(model, "prompts.jsonl")
         tokenizer = options.load_tokenizer(model)
         ids = torch.tensor(
-            tokenizer(options.read_text(text_file), add_special_tokens=False)["input_ids"][:tokens]
+            tokenizer(options.read_text(text_file), add_special_tokens=False)["input_ids"][:tokens],
+            dtype=torch.int64,
+            device="cpu",
         )
         places: dict[str, Any] = {
             "devices": device,

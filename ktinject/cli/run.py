@@ -79,7 +79,7 @@ def command(
         text, ids, more = (
             _see(swapped, model, prompt, images) if images else (*_encode(tokenizer, prompt), {})
         )
-        evaluate.check_prompt(swapped, torch.tensor(ids), new_tokens)
+        evaluate.check_prompt(swapped, torch.tensor(ids, dtype=torch.int64, device="cpu"), new_tokens)
         plan = ktinject.plan(swapped, rules, **arguments)
         options.show(plan)
         kept: Any = {"cache": None if cache == "off" else cache, "check_tensors": check_tensors}
@@ -87,7 +87,13 @@ def command(
 
         typer.echo(f"\n{prompt}", nl=text != prompt)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        evaluate.greedy(swapped, torch.tensor(ids), new_tokens, streamer=streamer, more=more)
+        evaluate.greedy(
+            swapped,
+            torch.tensor(ids, dtype=torch.int64, device="cpu"),
+            new_tokens,
+            streamer=streamer,
+            more=more,
+        )
         ours = measure(swapped, ids, new_tokens, before_bytes, more)
         columns: dict[str, Measurement | str] = {"swapped": ours}
         if compare and first:
