@@ -72,7 +72,7 @@ def plan(
         raise PlanError("machine: the processes of tp are on this machine. Leave one of the two out.")
     found = _machine(devices, budget, max_memory, memory=machine)
     group = ProcessGroup.join(found, devices) if tp else None
-    with _sharing_errors(group), _open(model, checkpoint) as source:
+    with _sharing_errors(group), _DEVICE, _open(model, checkpoint) as source:
         limit = one_budget(budget, max_memory)
         decided = make(model, ruleset, source, found, devices, limit, group, context, ignore)
     if machine is not None:
@@ -83,10 +83,13 @@ def plan(
     return decided
 
 
+# What a plan does not place is made here, whatever the caller's default is: of `with torch.device("meta")`, for one.
+_DEVICE = torch.device("cpu")
+
 # Held while old objects are left alone: by `load` for the `optimize` in it, or by another thread's load.
 _leaving_alone = threading.Lock()
-# Python 3.12 keeps 375 objects of its own from searches; a caller who does so keeps a hundred thousand and more.
-_KEPT_BY_PYTHON = 10_000
+# Python 3.12 keeps 375 objects of its own from searches: those that live for ever, which it keeps again by itself.
+_KEPT_BY_PYTHON = 500
 
 
 @contextmanager
@@ -164,7 +167,7 @@ def optimize(
     found = _machine(devices, budget, max_memory)
     group = ProcessGroup.join(found, devices) if tp else None
     limit = one_budget(budget, max_memory)
-    with _sharing_errors(group):
+    with _sharing_errors(group), _DEVICE:
         model = _optimize(
             model,
             ruleset,
@@ -320,7 +323,7 @@ def load(
     Raises  as `optimize`
     """
     path, _ = hub.find(path)
-    with _old_objects_left_alone(), Checkpoint.open(path) as checkpoint:
+    with _old_objects_left_alone(), _DEVICE, Checkpoint.open(path) as checkpoint:
         config = models.read_config(path, checkpoint)
         arguments = with_stated(
             config,

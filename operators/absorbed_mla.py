@@ -149,8 +149,9 @@ class AbsorbedMla(Operator):
                              for the paged cache has keys and values of one width; for a layer that goes by another
                              one's choice, the places that this has chosen [b, m, k]; and where queries depend on them,
                              the tokens' position_ids [b or 1, m]
-        Raises               OperatorError for another mask, if attention weights are asked for, if there is no mask or
-                             choice where places are chosen, or no positions where queries depend on them
+        Raises               OperatorError for another mask, for positions of another form, if attention weights are
+                             asked for, if there is no mask or choice where places are chosen, or no positions where
+                             queries depend on them
         """
         if kwargs.get("output_attentions"):
             raise OperatorError("absorbed_mla: attention weights are not kept. Leave output_attentions out.")
@@ -161,6 +162,7 @@ class AbsorbedMla(Operator):
         q = q.view(b, m, spec.num_heads, -1).transpose(1, 2)
         q_nope, q_rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
         latent, k_rope = latent_formula.cached(self, spec, hidden_states)
+        _check_rotation(position_embeddings, m)
         both = latent_formula.rotate(spec.rope, torch.cat([q_rope, k_rope], 1), position_embeddings)
         q_rope, k_rope = both.split([spec.num_heads, 1], 1)
         if spec.by_position:
@@ -256,7 +258,12 @@ class AbsorbedMla(Operator):
         """Which form m new tokens over s take; decided by shapes alone, so that a captured graph holds."""
         spec = self.spec
         if type(self.kv_b_proj) is not nn.Linear:
-            _warn_expansion(type(self.kv_b_proj).__name__)
+            _warn_expansion(f"is a {type(self.kv_b_proj).__name__} now, which cannot be absorbed")
+            return False
+        if (
+            self.kv_b_proj.weight.is_meta
+        ):  # accelerate has offloaded it, and brings it back when the linear is called
+            _warn_expansion("is offloaded, so its weight is not here to be absorbed")
             return False
         if self.training and spec.dropout:
             return False
@@ -313,8 +320,13 @@ class AbsorbedMla(Operator):
         if v.is_cpu and v.shape[-1] < k.shape[-1]:
             # On the CPU, torch's fused attention is for values as wide as keys; without it, scores pass through memory.
             v = functional.pad(v, (0, k.shape[-1] - v.shape[-1]))
+        is_causal = False
+        if (
+            mask is None and q.shape[2] > 1
+        ):  # decided here: of a number of tokens that is traced, it would be a symbol
+            is_causal = True
         out = functional.scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=mask is None and q.shape[2] > 1, scale=spec.scaling
+            q, k, v, mask, dropout, is_causal=is_causal, scale=spec.scaling
         )
         return out[..., : spec.v_head_dim].transpose(1, 2)
 
@@ -336,6 +348,16 @@ def _scores(q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, scaling: 
     return torch.baddbmm(scores, q_rope, k_rope.mT, beta=scaling, alpha=scaling, out_dtype=torch.float32)
 
 
+def _check_rotation(given: Positions, m: int) -> None:
+    """The model makes them of position_ids, whose first dimension they have."""
+    for table in given if isinstance(given, tuple) else (given,):
+        if isinstance(table, Tensor) and table.dim() != 3:
+            raise OperatorError(
+                f"absorbed_mla: position_ids: found {table.dim() - 1} dimensions; allowed: a tensor [b or 1, {m}]. "
+                "Give position_ids[None]."
+            )
+
+
 def _check_mask(mask: Any, b: int, m: int, s: int) -> None:
     if mask is None:
         return
@@ -347,9 +369,9 @@ def _check_mask(mask: Any, b: int, m: int, s: int) -> None:
         )
 
 
-def _warn_expansion(found: str) -> None:
+def _warn_expansion(why: str) -> None:
     warnings.warn(
-        f"absorbed_mla: kv_b_proj is a {found} now, which cannot be absorbed; keys and values are expanded at every "
-        "step. Leave kv_b_proj out of the target modules, or merge the adapter.",
+        f"absorbed_mla: kv_b_proj {why}; keys and values are expanded at every step. Leave kv_b_proj out of the target "
+        "modules of an adapter, or merge it; and out of what is offloaded.",
         stacklevel=4,
     )

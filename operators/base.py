@@ -298,18 +298,6 @@ class NeverBuilt(Operator):
 
 REGISTRY: dict[str, type[Operator]] = {}
 
-# What the contract once called things, and what it calls them now.
-_RENAMED = {
-    "arrange": "plan_placement",
-    "instead": "resolve",
-    "adopt": "use_checkpoint_format",
-    "wants": "parameter_shapes",
-    "takes": "native_formats",
-    "shares": "workspace",
-    "caches": "kv_values_per_token",
-}
-_RENAMED_IN_CONFIG = {"fills": "auto_sized"}
-
 # What an operator that takes weights defines; the defaults are for one that takes none.
 _WITH_WEIGHTS = ("parameter_shapes", "load", "describe", "footprint")
 
@@ -348,10 +336,6 @@ def _fault(cls: type) -> str | None:
     """How a class breaks the contract."""
     if not (isinstance(cls, type) and issubclass(cls, Operator)):
         return f"{cls!r} is not a subclass of ktinject.operators.Operator"
-    if renamed := _renamed(cls):
-        return (
-            f"{cls.__qualname__} defines names that the contract no longer has. Rename {', '.join(renamed)}"
-        )
     if inspect.isabstract(cls):
         return f"{cls.__qualname__} does not define {', '.join(sorted(cls.__abstractmethods__))}"
     if cls.replaces and cls.forward is nn.Module.forward:
@@ -362,13 +346,3 @@ def _fault(cls: type) -> str | None:
     if not (isinstance(cls.Config, type) and issubclass(cls.Config, Config) and is_dataclass(cls.Config)):
         return f"{cls.__qualname__}.Config is not a dataclass derived from ktinject.operators.Config"
     return None
-
-
-def _renamed(cls: type[Operator]) -> list[str]:
-    """The old names that a class, or its Config, still defines: the engine would never ask for them."""
-    return [
-        f"{prefix}{old} to {new}"
-        for prefix, owner, names in (("", cls, _RENAMED), ("Config.", cls.Config, _RENAMED_IN_CONFIG))
-        for old, new in names.items()
-        if hasattr(owner, old)
-    ]

@@ -459,10 +459,10 @@ class CpuExperts(Operator):
             raise OperatorError(f"{self.name}: found expert {expert}; allowed: 0 to {self.num_experts - 1}.")
         shape = shapes[name]
         experts = range(self.num_experts) if expert is None else [expert]
-        whole = torch.empty((len(experts), *shape[1:]), dtype=torch.float32)
+        whole = torch.empty((len(experts), *shape[1:]), dtype=torch.float32, device="cpu")
         for row, e in enumerate(experts):
             for projection, _, view in routed_experts.views(self.spec, name, whole[row], e, None):
-                value = torch.empty(view.shape, dtype=torch.float32)
+                value = torch.empty(view.shape, dtype=torch.float32, device="cpu")
                 try:
                     if projection.endswith("_bias"):
                         self.native.unpack_bias(projection.removesuffix("_bias"), e, value)

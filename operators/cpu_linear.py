@@ -228,7 +228,7 @@ class CpuLinear(PackedLinear):
                 f"cpu_linear: found parameter {name}; allowed: {', '.join(self.parameter_shapes())}."
             )
         self.finish()
-        out = torch.empty(self.parameter_shapes()[name], dtype=torch.float32)
+        out = torch.empty(self.parameter_shapes()[name], dtype=torch.float32, device="cpu")
         (self.native.unpack_bias if name == "bias" else self.native.unpack)(out)
         return out
 

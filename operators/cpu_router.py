@@ -57,8 +57,7 @@ class CpuRouter(Operator):
         router.copy_into(self, module)
         parameters = dict(module.named_parameters())
         weight, has_bias = parameters["weight"], "bias" in parameters
-        with torch.device("meta"):
-            like = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, dtype=weight.dtype)
+        like = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, dtype=weight.dtype, device="meta")
         # Not as children: the weight's name in checkpoints is the router's.
         linear = CpuLinear.build(like, CpuLinearConfig(device=config.device))
         shape = (weight.shape[0], weight.shape[1])

@@ -338,7 +338,7 @@ class HybridExperts(CpuExperts):
         if self._for_gpu is self.native or expert not in self.resident:
             return
         shape = [self.spec.hidden_size, self.spec.intermediate_size]
-        value = torch.empty(shape if projection == "down" else shape[::-1], dtype=torch.float32)
+        value = torch.empty(shape if projection == "down" else shape[::-1], dtype=torch.float32, device="cpu")
         self.native.unpack(projection, expert, value)
         self._for_gpu.load(projection, expert, value)
 

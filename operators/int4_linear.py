@@ -188,7 +188,7 @@ class Int4Linear(GpuLinear):
             )
         zeros = stored.zeros
         if self.has_zeros and zeros is None:
-            zeros = torch.full(stored.scales.shape, 8, dtype=torch.uint8)
+            zeros = torch.full(stored.scales.shape, 8, dtype=torch.uint8, device="cpu")
         if zeros is not None and not self.has_zeros:
             raise OperatorError(
                 "int4_linear: weight: found zero points; the plan has none. Set symmetric: false."

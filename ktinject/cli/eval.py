@@ -131,7 +131,9 @@ def command(
         on_meta = options.build_on_meta(folder, dtype)
         tokenizer = options.load_tokenizer(folder)
         ids = torch.tensor(
-            tokenizer(options.read_text(text_file), add_special_tokens=False)["input_ids"][:tokens]
+            tokenizer(options.read_text(text_file), add_special_tokens=False)["input_ids"][:tokens],
+            dtype=torch.int64,
+            device="cpu",
         )
 
         def arguments(rules: str | None, values: dict[str, Any], tell: bool = False) -> dict[str, Any]:

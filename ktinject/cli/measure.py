@@ -64,7 +64,9 @@ def measure(
     from ktinject.tools import evaluate
 
     start = time.perf_counter()
-    tokens = evaluate.greedy(model, torch.tensor(prompt), new_tokens, more=more)
+    tokens = evaluate.greedy(
+        model, torch.tensor(prompt, dtype=torch.int64, device="cpu"), new_tokens, more=more
+    )
     seconds = time.perf_counter() - start
     resident = resident_bytes()
     gpus = range(torch.cuda.device_count())
@@ -134,7 +136,7 @@ def _answer() -> None:
     more = None
     if "more" in request:
         more = torch.load(io.BytesIO(base64.b64decode(request["more"])), weights_only=True)
-    evaluate.greedy(model, torch.tensor(prompt), new_tokens, more=more)
+    evaluate.greedy(model, torch.tensor(prompt, dtype=torch.int64, device="cpu"), new_tokens, more=more)
     found = measure(model, prompt, new_tokens, before_bytes, more)
     # Between operations torch's threads spin, which is faster on idle cores and several times slower on shared ones. A
     # swapped model lets them sleep; the unswapped one gets the better of both.

@@ -406,7 +406,7 @@ def read_prompts(
                 prompt = None
             if not isinstance(prompt, str):
                 raise PlanError(f'{file}:{number}: found {line[:60]!r}; allowed is {{"prompt": "…"}}.')
-            ids = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long)
+            ids = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long, device="cpu")
             try:
                 evaluate.check_prompt(model, ids, new_tokens)
             except PlanError as error:

@@ -118,7 +118,7 @@ def _count(model: PreTrainedModel, counts: dict[str, Tensor]) -> None:
     from ktinject.operators.cpu_experts import CpuExperts
 
     def counter(path: str, num_experts: int) -> Any:
-        counts[path] = torch.zeros(num_experts, dtype=torch.int64)
+        counts[path] = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
 
         def hook(module: Any, args: tuple[Any, ...]) -> None:
             ids = args[1].reshape(-1).long().cpu()

@@ -74,7 +74,7 @@ def command(
         text, ids, more = (
             _see(swapped, folder, prompt, images) if images else (*_encode(tokenizer, prompt), {})
         )
-        evaluate.check_prompt(swapped, torch.tensor(ids), new_tokens)
+        evaluate.check_prompt(swapped, torch.tensor(ids, dtype=torch.int64, device="cpu"), new_tokens)
         plan = ktinject.plan(swapped, **arguments)
         options.show(plan)
         kept: Any = {"cache": None if cache == "off" else cache, "check_tensors": check_tensors}
@@ -82,7 +82,13 @@ def command(
 
         typer.echo(f"\n{prompt}", nl=text != prompt)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        evaluate.greedy(swapped, torch.tensor(ids), new_tokens, streamer=streamer, more=more)
+        evaluate.greedy(
+            swapped,
+            torch.tensor(ids, dtype=torch.int64, device="cpu"),
+            new_tokens,
+            streamer=streamer,
+            more=more,
+        )
         ours = measure(swapped, ids, new_tokens, before_bytes, more)
         columns: dict[str, Measurement | str] = {"swapped": ours}
         if compare and first:

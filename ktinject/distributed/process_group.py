@@ -182,7 +182,7 @@ def _connect(device: torch.device) -> tuple[Any, Any]:
         torch.cuda.set_device(device)
     data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=_COMPUTING)
     # NCCL connects and takes its memory at the first transfer, so make that here and not in a forward pass.
-    dist.all_reduce(torch.zeros(1, device=device), group=data)
+    dist.all_reduce(torch.zeros(1, device=device, dtype=torch.float32), group=data)
     return control, data
 
 

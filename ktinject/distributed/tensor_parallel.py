@@ -223,17 +223,17 @@ def key_cuts(
 
 
 def cached_values(
-    whole: Sequence[int] | None,
+    whole: Sequence[int],
     layer_of: Callable[[str], int | None],
     styles: Mapping[str, Style],
     group: ProcessGroup | None,
-) -> Sequence[int] | None:
+) -> Sequence[int]:
     """The values that one rank's KV cache holds for a token, layer by layer.
 
-    whole     the same for the uncut model; None if not known
+    whole     the same for the uncut model
     layer_of  module path → number of its decoder layer, None outside of the layers
     """
-    if whole is None or group is None:
+    if group is None:
         return whole
     cut = {layer_of(path) for path, style in styles.items() if style == "colwise" and _is_attention(path)}
     return [count // group.size if number in cut else count for number, count in enumerate(whole)]

@@ -159,10 +159,16 @@ class _Weighing:
         groups = made[heads[1]] // size
         query = random(1, 1, size, seed=4).double()
         wanted = _norm(query) if norms else query
-        both = torch.stack([torch.zeros(size), (wanted / wanted.square().sum()).flatten()])
+        both = torch.stack(
+            [torch.zeros(size, dtype=torch.float32, device="cpu"), (wanted / wanted.square().sum()).flatten()]
+        )
         self._keys = both.double().expand(1, groups, 2, size)
         value = made[heads[2]] // groups if heads[2] in made else size
-        self._values = torch.tensor([0.0, 1.0]).double()[:, None].expand(1, groups, 2, value)
+        self._values = (
+            torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")
+            .double()[:, None]
+            .expand(1, groups, 2, value)
+        )
         self._module, self._seen = module, list[Tensor]()
         self._children: dict[str, Any] = {
             **{name: Stub(functools.partial(_zeros, width)) for name, width in made.items()},
@@ -170,12 +176,12 @@ class _Weighing:
             heads[3]: Stub(self._given),
             **dict.fromkeys((*norms, *_there(module, ("v_norm",))), Stub(_norm)),
         }
-        zeros = torch.zeros(1, 1, size, dtype=torch.float64)
+        zeros = torch.zeros(1, 1, size, dtype=torch.float64, device="cpu")
         few = zeros[..., : size // 2]
         self._rotations: list[Any] = [(zeros.cos(), zeros), (few.cos(), few), torch.polar(few.cos(), few)]
         sinks = getattr(module, "sinks", None)
         if sinks is not None:  # which are to have no part in it
-            self._children["sinks"] = torch.full(sinks.shape, -1e9, dtype=torch.float64)
+            self._children["sinks"] = torch.full(sinks.shape, -1e9, dtype=torch.float64, device="cpu")
 
     def _given(self, x: Tensor) -> Tensor:
         self._seen.append(x)
@@ -196,7 +202,7 @@ class _Weighing:
                     random(1, 1, 8).double(),
                     position_embeddings=self._rotations[0],
                     attention_mask=None,
-                    position_ids=torch.tensor([[position]]),
+                    position_ids=torch.tensor([[position]], dtype=torch.int64, device="cpu"),
                     **{compat.CACHE: cache},
                     **beside(self._module),
                     **more,
@@ -225,7 +231,7 @@ def tuned_queries(module: Any, heads: Sequence[str], norms: Sequence[str], gate:
         return refusal_of(error)
     every, factor = (getattr(module, name, None) for name in ("floor_scale", "attn_scale"))
     if isinstance(every, (int, float)) and isinstance(factor, (int, float)) and every > 1 and not gate:
-        places = torch.tensor(_POSITIONS, dtype=torch.float32) + 1
+        places = torch.tensor(_POSITIONS, dtype=torch.float32, device="cpu") + 1
         times = 1 + factor * torch.log1p(torch.floor(places / every)).double()
         if torch.allclose(found, torch.sigmoid(times * module.scaling), rtol=1e-5, atol=1e-6):
             return float(every), float(factor)
@@ -250,10 +256,12 @@ def scaled_queries(module: Any, heads: Sequence[str], norms: Sequence[str], gate
     try:
         plain, key = weighing.at(0)
         for times in (0.5, 3.0):
-            found, other = weighing.at(0, **{SCALE: torch.full((1, 1, 1, 1), times)})
-            want = torch.sigmoid(torch.tensor(times * module.scaling)) / torch.sigmoid(
-                torch.tensor(module.scaling)
+            found, other = weighing.at(
+                0, **{SCALE: torch.full((1, 1, 1, 1), times, dtype=torch.float32, device="cpu")}
             )
+            want = torch.sigmoid(
+                torch.tensor(times * module.scaling, dtype=torch.float32, device="cpu")
+            ) / torch.sigmoid(torch.tensor(module.scaling, dtype=torch.float32, device="cpu"))
             if not torch.equal(key, other) or not torch.allclose(found / plain, want.double(), rtol=1e-5):
                 return Support.no(f"{type(module).__name__} makes something else of {SCALE}")
     except Exception as error:  # transformers' own code, given what it may not be made for

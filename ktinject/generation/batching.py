@@ -18,6 +18,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -209,14 +211,44 @@ def _packed(model: Any) -> Iterator[None]:
     name = _attention(model)
     if isinstance(name, Support):
         raise OperatorError(f"continuous batching: {name.reason}.")
-    config = model.config
-    with decoding.alone():
-        before = config._attn_implementation
+    with decoding.alone(), _attends_as(model.config, name):
+        yield
+
+
+# transformers decides by the name in the config whether it makes masks, so that has to be another one for a step.
+# Models may share a config: id → the config, what it said before, and how many steps have another name in it.
+_renamed: dict[int, tuple[Any, str, int]] = {}
+_renaming = threading.Lock()
+
+
+@contextmanager
+def _attends_as(config: Any, name: str) -> Iterator[None]:
+    """Within, attention has a name; the last one to leave, of all threads, gives back the config's own."""
+    with _renaming:
+        _, own, count = _renamed.get(id(config), (config, config._attn_implementation, 0))
+        _renamed[id(config)] = config, own, count + 1
         config._attn_implementation = name
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
+    try:
+        yield
+    finally:
+        with _renaming:
+            _, own, count = _renamed.pop(id(config))
+            if count > 1:
+                _renamed[id(config)] = config, own, count - 1
+            else:
+                config._attn_implementation = own
+
+
+def _give_names_back() -> None:
+    """In a child, which has none of the threads whose steps these were."""
+    global _renaming
+    _renaming = threading.Lock()
+    for config, own, _ in _renamed.values():
+        config._attn_implementation = own
+    _renamed.clear()
+
+
+os.register_at_fork(after_in_child=_give_names_back)
 
 
 def _cached_config(model: Any) -> Any:

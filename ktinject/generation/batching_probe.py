@@ -49,7 +49,9 @@ def support(
     config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
     texts = [
-        torch.randint(min(config.vocab_size, 1 << 15), (sum(counts),), generator=generator).to(model.device)
+        torch.randint(min(config.vocab_size, 1 << 15), (sum(counts),), generator=generator, device="cpu").to(
+            model.device
+        )
         for counts in zip(*_STEPS)
     ]
     with torch.no_grad():

@@ -112,7 +112,7 @@ class _Samples(compat.ContinuousBatchingLogitsProcessor):
         found = [
             request.state.logit_processor_kwargs.get("samples", 0) for request in requests_with_new_token
         ]
-        return torch.tensor(found, dtype=torch.int32)
+        return torch.tensor(found, dtype=torch.int32, device="cpu")
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
         return scores

@@ -87,7 +87,9 @@ def of_index(module: nn.Module) -> BlockIndexSpec | Support:
 
 
 def _drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return torch.randn(
+        shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu", dtype=torch.float32
+    )
 
 
 class _Index:
@@ -108,7 +110,9 @@ def _chooses(module: Any, heads: int, size: int) -> bool:
     half = _drawn(2, _TOKENS, rotary // 2, seed=2)
     angles = torch.cat([half, half], -1)
     x, index = _drawn(2, _TOKENS, 8, seed=3), _Index(_drawn(2, 1, _PLACES, size, seed=4))
-    positions = torch.arange(_PLACES - _TOKENS, _PLACES)[None] - torch.tensor([[0], [5]])
+    positions = torch.arange(_PLACES - _TOKENS, _PLACES, device="cpu")[None] - torch.tensor(
+        [[0], [5]], device="cpu"
+    )
     seen: list[Tensor] = []
 
     def gives(value: Tensor) -> nn.Module:
@@ -131,7 +135,7 @@ def _chooses(module: Any, heads: int, size: int) -> bool:
 
     q = turned(torch.tanh(queries.view(2, _TOKENS, heads, size)).transpose(1, 2))
     scores = (q @ index.held.mT).masked_fill(
-        torch.arange(_PLACES) > positions[:, None, :, None], -torch.inf
+        torch.arange(_PLACES, device="cpu") > positions[:, None, :, None], -torch.inf
     )  # [2, heads, m, n]
     scores = torch.cat([scores, scores.new_full((2, heads, _TOKENS, -_PLACES % _BLOCK), -torch.inf)], -1)
     blocks = scores.unflatten(-1, (-1, _BLOCK)).amax(-1)
@@ -159,7 +163,7 @@ def _chooses(module: Any, heads: int, size: int) -> bool:
 def _members(indices: Tensor, count: int) -> Tensor:
     """[..., count] bool of numbers [..., k], of which -1 are none."""
     known = torch.where(indices < 0, count, indices)
-    found = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool)
+    found = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool, device="cpu")
     return found.scatter(-1, known, True)[..., :count]
 
 
@@ -167,12 +171,14 @@ def _hides(module: Any, heads: int) -> bool:
     """Whether heads see of the chosen blocks what the mask shows, and nothing else."""
     held = 2 * heads
     config = SimpleNamespace(num_attention_heads=held)
-    chosen = torch.tensor([0, 3, -1, 5, 2, 1]).repeat(heads)[: 2 * heads].view(1, heads, 1, 2)
+    chosen = torch.tensor([0, 3, -1, 5, 2, 1], device="cpu").repeat(heads)[: 2 * heads].view(1, heads, 1, 2)
     places, shown = -(-_PLACES // _BLOCK) * _BLOCK, _drawn(1, 1, 1, _PLACES, seed=5) > -0.5
-    positions = torch.tensor([[_PLACES - 2]])
+    positions = torch.tensor([[_PLACES - 2]], dtype=torch.int64, device="cpu")
     blocks = _members(chosen, places // _BLOCK).repeat_interleave(_BLOCK, -1)[..., :_PLACES]
-    future = torch.arange(_PLACES) > positions[:, None, :, None]
-    added = torch.zeros(shown.shape).masked_fill(~shown, torch.finfo(torch.float32).min)
+    future = torch.arange(_PLACES, device="cpu") > positions[:, None, :, None]
+    added = torch.zeros(shown.shape, dtype=torch.float32, device="cpu").masked_fill(
+        ~shown, torch.finfo(torch.float32).min
+    )
     for mask, seen in ((shown, shown), (added, shown), (None, ~future)):
         with twin.on_cpu():
             small = twin.of(module, attributes={"block_size": _BLOCK, "config": config})

@@ -11,6 +11,10 @@ is new. Here a mask is recognised, when it is made, as one that hides nothing bu
 Layers are given the same mask as before. So one that computes attention by itself, and one whose mask is another,
 compute what they did.
 
+The functions that transformers has under "sdpa" are given replacements, once a process. These ask whether this thread
+reads a prompt of such a model, and call transformers' own otherwise. A config's `_attn_implementation` is never written
+to: other models and other threads may share it, and a forked child would keep what a thread had written.
+
 On recent GPUs, torch prefers cuDNN's attention. It is the fastest for long prompts, but has a plan made for each length
 that it meets: of a prompt of some hundred tokens, that is most of its attention. So short prompts do without.
 """
@@ -18,12 +22,10 @@ that it meets: of a prompt of some hundred tokens, that is most of its attention
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,8 +45,9 @@ from ktinject.support import SUPPORTED, Support
 
 logger = logging.getLogger("ktinject")
 
-NAME = "ktinject_continued"
 _STOCK = "sdpa"
+# The text config of the model whose attention is that of this file, in what this thread runs.
+_recognised: ContextVar[Any] = ContextVar("recognised", default=None)
 # What transformers' own attention takes beside, and none of the forms here.
 _OTHERS = ("cache", "position_bias", "s_aux", "softcap")
 # An attribute of a mask that was recognised: its version, by which a change shows.
@@ -102,7 +105,7 @@ def chunks_go_on() -> bool:
 
     cache = SimpleNamespace(get_seq_length=lambda: 2, is_linear=[False])
     text: Any = Text()
-    ids = torch.zeros(1, 5, dtype=torch.int64)
+    ids = torch.zeros(1, 5, dtype=torch.int64, device="cpu")
     inputs = {compat.CACHE: cache, "attention_mask": torch.ones_like(ids)}
     GenerationMixin._prefill(text, ids, GenerationConfig(prefill_chunk_size=2), inputs)
     return sum(read) == 3
@@ -128,14 +131,12 @@ def unplanned(model: Any, scores: int) -> Iterator[None]:
 
 @contextmanager
 def recognised(model: Any) -> Iterator[None]:
-    """Within, attention is that of this file."""
-    text = model.config.get_text_config()
-    with model.ktinject_decoding.alone():
-        before, text._attn_implementation = text._attn_implementation, NAME
-        try:
-            yield
-        finally:
-            text._attn_implementation = before
+    """Within, on this thread, attention of a model for which there is `support` is that of this file."""
+    token = _recognised.set(model.config.get_text_config())
+    try:
+        yield
+    finally:
+        _recognised.reset(token)
 
 
 def support(model: Any) -> Support:
@@ -145,42 +146,46 @@ def support(model: Any) -> Support:
     found = model.config.get_text_config()._attn_implementation
     if found != _STOCK:
         return Support.no(f"attention runs as {found!r}")
-    stock = compat.ALL_ATTENTION_FUNCTIONS[_STOCK], compat.ALL_MASK_ATTENTION_FUNCTIONS[_STOCK]
-    if stock != (compat.sdpa_attention_forward, compat.sdpa_mask):
+    if _there() != _replacements():
         return Support.no(f"another attention is registered as {_STOCK!r}")
-    modules: Support = model.ktinject_decoding.once("continued", lambda: _modules_support(model))
-    return modules
-
-
-def _modules_support(model: Any) -> Support:
-    """Whether no module asks for the name of its attention."""
-    for name in sorted({type(module).__module__ for module in model.modules()}):
-        if asks_for_stock(name):
-            return Support.no(f"{name} does something else where attention has another name than {_STOCK!r}")
     return SUPPORTED
 
 
 @functools.cache
-def asks_for_stock(module: str) -> bool:
-    """Whether the code of a Python module asks if attention is transformers' own, by its name, or cannot be read.
+def registered() -> Support:
+    """Whether transformers calls the attention of this file; before anything watches what it calls."""
+    known = compat.support("continued")
+    # What somebody else has put there stays.
+    if known and _there() == (compat.sdpa_attention_forward, compat.sdpa_mask):
+        attention, mask = _replacements()
+        AttentionInterface.register(_STOCK, attention)
+        AttentionMaskInterface.register(_STOCK, mask)
+    return known
 
-    Sparse attention hides the tokens that it did not choose in a mask under that name alone.
-    """
-    if module.partition(".")[0] in ("torch", "ktinject"):
-        return False
-    try:
-        return re.search(f"""["']{_STOCK}["']""", inspect.getsource(sys.modules[module])) is not None
-    except (KeyError, OSError, TypeError):
-        return True
+
+def _there() -> tuple[Any, Any]:
+    return compat.ALL_ATTENTION_FUNCTIONS[_STOCK], compat.ALL_MASK_ATTENTION_FUNCTIONS[_STOCK]
 
 
 @functools.cache
-def registered() -> Support:
-    """Whether transformers knows the attention of this file; before anything watches what it knows."""
-    if known := compat.support("continued"):
-        AttentionInterface.register(NAME, forward)
-        AttentionMaskInterface.register(NAME, mask)
-    return known
+def _replacements() -> tuple[Any, Any]:
+    """What takes the place of transformers' attention and of its mask."""
+    own_attention, own_mask = compat.sdpa_attention_forward, compat.sdpa_mask
+
+    def is_ours(config: Any) -> bool:
+        # Compiled code is not for one request.
+        return not torch.compiler.is_compiling() and config is not None and config is _recognised.get()
+
+    @functools.wraps(own_attention)
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        chosen = forward if is_ours(getattr(module, "config", None)) else own_attention
+        return chosen(module, *args, **kwargs)
+
+    @functools.wraps(own_mask)
+    def make_mask(*args: Any, **kwargs: Any) -> Any:
+        return (mask if is_ours(kwargs.get("config")) else own_mask)(*args, **kwargs)
+
+    return attention, make_mask
 
 
 def mask(**arguments: Any) -> Tensor | None:
@@ -290,7 +295,9 @@ def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, groups: i
     """Whether torch's flash kernel takes such heads, and hides what it should: tried out on a few tokens."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(1, heads, tokens, head_dim, generator=generator).to(device, dtype)
+        torch.randn(1, heads, tokens, head_dim, generator=generator, dtype=torch.float32, device="cpu").to(
+            device, dtype
+        )
         for heads, tokens in ((2 * groups, 3), (2, 17), (2, 17))
     )
     parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, groups > 1)

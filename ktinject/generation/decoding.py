@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import threading
 import weakref
 from collections import Counter
@@ -68,6 +69,7 @@ class Decoding:
         self.graphs = eligibility.graph_support(model)
         self.last, self.reason = "", ""
         self.requests: Counter[str] = Counter()
+        self._logged: set[str] = set()  # reasons, without their numbers
         self.runners: dict[int, GraphRunner] = {}
         self.strict = False
         self._native: NativeDecoder | None = None
@@ -76,7 +78,6 @@ class Decoding:
         self._model = weakref.ref(model)
         self._watch: Watch | None = None  # of the model that is recorded
         self._recordable = SUPPORTED  # whether that model can be
-        self._answers: dict[str, Support] = {}  # what was asked about the model that is recorded
         self._given_back = 0  # how often experts had given back memory when it was recorded
         self._batched: tuple[Watch, Support] | None = (
             None  # whether requests can be batched, of a model as it was
@@ -198,15 +199,23 @@ class Decoding:
             handoff.forget()
 
     def note(self, how: str, why: str) -> None:
-        """Remember how a request runs; a reason is logged once."""
-        self.last, self.reason = how, why
-        if why and not self.requests[how]:
-            level = logging.DEBUG if why == self.graphs.reason else logging.WARNING
-            model = self._model()
-            on_cpu = model is not None and model.device.type == "cpu"
-            without = "its own decode steps" if on_cpu else "CUDA graphs"
-            logger.log(level, "generate runs without %s: %s", without, why)
+        """Remember how a request runs, and why so; each reason is logged once."""
+        self.last = how
         self.requests[how] += 1
+        self.note_reason(why)
+
+    def note_reason(self, why: str) -> None:
+        """Remember why the last request runs as it does. Reasons that differ in numbers alone are logged once."""
+        self.reason = why
+        kind = re.sub(r"\d+", "", why)
+        if not why or kind in self._logged:
+            return
+        self._logged.add(kind)
+        level = logging.DEBUG if why == self.graphs.reason else logging.WARNING
+        model = self._model()
+        on_cpu = model is not None and model.device.type == "cpu"
+        without = "its own decode steps" if on_cpu else "CUDA graphs"
+        logger.log(level, "generate runs without %s: %s", without, why)
 
     @contextmanager
     def turn(self) -> Iterator[Support]:
@@ -244,14 +253,6 @@ class Decoding:
             if self._batched is None or self._batched[0].change():
                 self._batched = Watch(model), find()
             return self._batched[1]
-
-    def once(self, question: str, find: Callable[[], Support]) -> Support:
-        """What `find` says of the model: found once while it stays as it was recorded."""
-        if self._watch is None or self._watch.change():
-            return find()
-        if question not in self._answers:
-            self._answers[question] = find()
-        return self._answers[question]
 
     def take_turns(self) -> None:
         """From now on, requests of other threads wait even where no steps are recorded."""
@@ -319,7 +320,6 @@ class Decoding:
         self._given_back = lent.times()
         self._fused = self._masks = None
         self._left_out.clear()
-        self._answers.clear()
         continued.registered()
         watch, support = Watch(model), eligibility.recording_support(model)
         if self.group is not None:

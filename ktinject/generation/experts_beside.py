@@ -56,8 +56,11 @@ def residual(layer: nn.Module) -> float | Support:
         return Support.no(f"it holds another buffer than {SCALE}")
     if [*layer.parameters(recurse=False)]:
         return Support.no("it holds parameters beside its children")
-    x, scale = random(1, 2, 8).double(), torch.tensor([0.7], dtype=torch.float64)
-    weights, ids = torch.full((2, 2), 0.5).double(), torch.tensor([[0, 1], [1, 0]])
+    x, scale = random(1, 2, 8).double(), torch.tensor([0.7], dtype=torch.float64, device="cpu")
+    weights, ids = (
+        torch.full((2, 2), 0.5, dtype=torch.float32, device="cpu").double(),
+        torch.tensor([[0, 1], [1, 0]], device="cpu"),
+    )
     routed: list[Tensor] = []
 
     def route(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

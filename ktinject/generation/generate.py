@@ -271,6 +271,13 @@ def _request(model: Any, held: Any) -> Iterator[Support]:
     except OperatorError:
         decoding.drain()
         raise
+    except (IndexError, ValueError) as error:
+        # Of an embedding, and of native/bindings/decoder_token.cpp.
+        if str(error).startswith(("index out of range", "token step: found token")) and (
+            why := _too_wide(model)
+        ):
+            raise OperatorError(f"generate: {why}") from error
+        raise
     except torch.OutOfMemoryError as error:
         decoding.release()
         lent.give_back(decoding.devices)
@@ -282,6 +289,19 @@ def _request(model: Any, held: Any) -> Iterator[Support]:
         raise
     finally:
         decoding.replay = outer
+
+
+def _too_wide(model: Any) -> str:
+    """What is wrong where a head gives scores of tokens that the model does not embed; "" if it does not."""
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedded, scored = getattr(words, "num_embeddings", None), getattr(head, "out_features", None)
+    if embedded is None or scored is None or scored <= embedded:
+        return ""
+    return (
+        f"a token that the model does not embed: it embeds {embedded:,} tokens, and its head scores {scored:,}. Resize "
+        "one of them before the swap, or keep the others from being chosen: "
+        f"suppress_tokens=[*range({embedded}, {scored})]."
+    )
 
 
 def _run_stock_loop(
@@ -305,5 +325,5 @@ def _run_stock_loop(
         config, cache = arguments["generation_config"], compat.cache_of(arguments)
         if config.return_dict_in_generate or kept_cache.is_callers(cache):
             replay.hand_back()
-        decoding.reason = replay.support.reason
+        decoding.note_reason(replay.support.reason)
     return found

@@ -157,7 +157,7 @@ class GovernedLoop:
     def _verify_on_host(self, found: Sequence[int]) -> None:
         """The same where the host compares."""
         steps, device = self._steps, self._runner.device
-        ids = torch.tensor([[self._text[-1], *found]]).to(device)
+        ids = torch.tensor([[self._text[-1], *found]], dtype=torch.int64, device="cpu").to(device)
         logits = steps.step(ids, 1, has_hidden=self._source.asks_hidden)
         self._require()
         self._chosen[: len(logits)].copy_(sampling.greatest(logits))
@@ -240,7 +240,10 @@ class GovernedLoop:
         asks = self._source.asks_hidden and self._source.most > 0 and steps.most > 1
         # A twin with few kernels notes what its logits are made of, others do so in steps of several tokens alone.
         if asks and self._decoding.fused is None:
-            mailbox, ids = self._verified, torch.tensor([self._text[-1:]]).to(runner.device)
+            mailbox, ids = (
+                self._verified,
+                torch.tensor([self._text[-1:]], dtype=torch.int64, device="cpu").to(runner.device),
+            )
             self._is_put = False
 
             def queue_with_hidden() -> Any:
@@ -255,7 +258,7 @@ class GovernedLoop:
 
             return queue_with_hidden, lambda sent: int(mailbox.read(sent)[0])
         if not self._is_put:
-            runner.put(torch.tensor([self._text[-1:]]).to(runner.device))
+            runner.put(torch.tensor([self._text[-1:]], dtype=torch.int64, device="cpu").to(runner.device))
         self._is_put = True  # by each step, for the next one
         sampler = runner.sampler(_GREEDY)
         mailbox = self._sampled = self._sampled or Mailbox(sampler.result)
@@ -300,7 +303,7 @@ class GovernedLoop:
             assert logits is not None
             self._kept.extend(logits[: len(tokens)].split(1))
         if self._request.streamer is not None:
-            self._request.streamer.put(torch.tensor([tokens]))
+            self._request.streamer.put(torch.tensor([tokens], dtype=torch.int64, device="cpu"))
 
     def _require(self) -> None:
         if self._decoding.native is None:

@@ -104,7 +104,7 @@ def _rope(
     random = torch.Generator("cpu").manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random, device="cpu")
+        return torch.randn(shape, generator=random, device="cpu", dtype=torch.float32)
 
     queries, key, weights = drawn(1, _TOKENS, heads * size), drawn(1, _TOKENS, size), drawn(1, _TOKENS, heads)
     half = drawn(1, _TOKENS, rotary // 2)
@@ -120,7 +120,7 @@ def _rope(
             return value
 
         found = layer_probes.Stub(given)
-        found.weight = nn.Parameter(torch.empty(0, device="cpu"), False)
+        found.weight = nn.Parameter(torch.empty(0, device="cpu", dtype=torch.float32), False)
         return found
 
     children = {

@@ -43,7 +43,7 @@ class Stub(nn.Module):
         super().__init__()
         self.function, self._names_kept = function, names_kept
         # For those who ask a norm for its dtype: nothing that is given is rounded.
-        self.weight = torch.empty(0, dtype=torch.float64)
+        self.weight = torch.empty(0, dtype=torch.float64, device="cpu")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.pop("hidden_states")
@@ -66,7 +66,9 @@ def run_twin(module: nn.Module, changed: Mapping[str, Any], *args: Any, **kwargs
 @functools.lru_cache(8)
 def random(*shape: int, seed: int = 0) -> Tensor:
     """Normally distributed; not to be written to."""
-    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return torch.randn(
+        shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu", dtype=torch.float32
+    )
 
 
 # What a model gives its layers beside hidden states; those that stand for their children have no use for it.
@@ -133,7 +135,7 @@ def residual_factor(
     functions = {name: function for name, function in zip(names, _FUNCTIONS) if name}
     children = {name: Stub(function) for name, function in functions.items()}
     attention = functions.get(names.attention, torch.cos)
-    choices = torch.tensor([[[0], [1]]]), torch.tensor([[[1], [0]]])
+    choices = torch.tensor([[[0], [1]]], device="cpu"), torch.tensor([[[1], [0]]], device="cpu")
     taken: list[Any] = []
 
     def mixes(x: Tensor, **kwargs: Any) -> Any:
@@ -337,9 +339,14 @@ def is_norm_gated_by_sigmoid(module: Any, size: int, epsilon: float) -> Support:
 def is_rotation(module: nn.Module, frequencies: Tensor, scale: float) -> Support:
     """Whether a module gives cos and sin of positions · frequencies, twice side by side, times scale."""
     frequencies = frequencies.detach().cpu().float()
-    positions = torch.tensor([[0, 7, 1000]])
+    positions = torch.tensor([[0, 7, 1000]], device="cpu")
     try:
-        found = run_twin(module, {"inv_freq": frequencies}, torch.zeros(1, 3, 1), positions)
+        found = run_twin(
+            module,
+            {"inv_freq": frequencies},
+            torch.zeros(1, 3, 1, dtype=torch.float32, device="cpu"),
+            positions,
+        )
     except Exception as error:
         return refusal_of(error)
     angles = positions[..., None].float() * frequencies

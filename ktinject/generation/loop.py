@@ -89,7 +89,7 @@ def run(
     Returns    [b, n + new] int64 on the prompt's device
     """
     mailbox = Mailbox(step.result)
-    stopped = torch.zeros(len(prompt), dtype=torch.bool)
+    stopped = torch.zeros(len(prompt), dtype=torch.bool, device="cpu")
     rows = prompt.cpu() if stop is not None else None
     produced: list[Tensor] = []
     first()

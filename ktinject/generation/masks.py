@@ -140,7 +140,7 @@ class _Probed(BucketLayer):
             self._sizes = before + length, position + 1 - before - length
         if kind.keeps_prompt:  # what a model asks such a layer for
             self._layer_type, self.prefill_length = like._layer_type, before
-        keys = torch.empty(_ROWS, 0, self._sizes[0], 1, device=cache_position.device)
+        keys = torch.empty(_ROWS, 0, self._sizes[0], 1, device=cache_position.device, dtype=torch.float32)
         super().__init__(keys, keys, cache_position, cache_position, kind.window)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -261,7 +261,7 @@ class _Probe:
     def _run(self, mask: Any) -> list[Any]:
         """The masks that the layers get, for one that the model gets."""
         self._given.clear()
-        cache_position = torch.tensor([self._position], device=self._device)
+        cache_position = torch.tensor([self._position], device=self._device, dtype=torch.int64)
         layers: list[Any] = []
         for like, kind in zip(self._like, self._kinds, strict=True):
             if kind.is_state:
@@ -272,7 +272,7 @@ class _Probe:
         self._model(
             input_ids=torch.zeros(_ROWS, 1, dtype=torch.int64, device=self._device),
             attention_mask=mask,
-            position_ids=torch.full((_ROWS, 1), self._position, device=self._device),
+            position_ids=torch.full((_ROWS, 1), self._position, device=self._device, dtype=torch.int64),
             use_cache=True,
             **{compat.CACHE: self._bucket_class(layers, cache_position, {}, {}, [None] * len(layers))},
         )

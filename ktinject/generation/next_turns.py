@@ -141,4 +141,4 @@ def between_requests(model: Any, ids: list[int]) -> bool:
     """As `prepare`, outside of a turn."""
     decoding: Decoding = model.ktinject_decoding
     with decoding.turn() as turn:
-        return bool(turn) and prepare(model, torch.tensor([ids]))
+        return bool(turn) and prepare(model, torch.tensor([ids], dtype=torch.int64, device="cpu"))

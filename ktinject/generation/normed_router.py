@@ -93,7 +93,7 @@ def _without(router: nn.Module, factor: float, experts: int, hidden: int) -> nn.
     for held, size in ((_SCALE, hidden), (_FACTORS, experts)):
         del plain._parameters[held]
         # Of 16 bits, so that it changes no dtype.
-        vars(plain)[held] = torch.ones(size, dtype=torch.bfloat16)
+        vars(plain)[held] = torch.ones(size, dtype=torch.bfloat16, device="cpu")
     return plain
 
 
@@ -102,7 +102,7 @@ def _input_factor(router: nn.Module, hidden: int, epsilon: float, is_normed: boo
     seen: list[Tensor] = []
     scale, x = 1 + 0.3 * random(hidden, seed=5), random(7, hidden, seed=6)
     experts = router.get_submodule("proj").get_parameter("weight").shape[0]
-    scale = scale if is_normed else torch.ones(hidden)
+    scale = scale if is_normed else torch.ones(hidden, dtype=torch.float32, device="cpu")
 
     def normed(x: Tensor, scale: Tensor) -> Tensor:
         return formula(x, scale, epsilon) if is_normed else x
@@ -111,7 +111,11 @@ def _input_factor(router: nn.Module, hidden: int, epsilon: float, is_normed: boo
         seen.append(x)
         return random(7, experts, seed=7).to(x.dtype)
 
-    changed = {"proj": Stub(project), _SCALE: scale, _FACTORS: torch.ones(experts)}
+    changed = {
+        "proj": Stub(project),
+        _SCALE: scale,
+        _FACTORS: torch.ones(experts, dtype=torch.float32, device="cpu"),
+    }
     run_twin(router, changed, x)
     want = normed(x, scale)
     factor = ((seen[0] * want).sum() / (want * want).sum()).item()
@@ -132,9 +136,9 @@ def _input_factor(router: nn.Module, hidden: int, epsilon: float, is_normed: boo
 def _multiplies(router: nn.Module, experts: int, hidden: int) -> bool:
     """Whether weights are multiplied with each expert's own number, in fp32 also where that is in 16 bits."""
     logits, factors = random(7, experts, seed=7), (1 + 0.3 * random(experts, seed=8)).bfloat16()
-    scale = torch.ones(hidden)
+    scale = torch.ones(hidden, dtype=torch.float32, device="cpu")
     given = []
-    for own in (torch.ones(experts), factors, factors.float()):
+    for own in (torch.ones(experts, dtype=torch.float32, device="cpu"), factors, factors.float()):
         changed = {"proj": Stub(lambda x: logits), _SCALE: scale, _FACTORS: own}
         given.append(run_twin(router, changed, random(7, hidden, seed=6)))
     (_, plain, ids), *others = given

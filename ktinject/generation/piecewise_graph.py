@@ -173,7 +173,7 @@ class _Capture:
         with torch.cuda.device(self._device):
             with suppress(RuntimeError):  # newer versions of torch stop it themselves
                 torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-            something = torch.zeros(1, device=self._device)
+            something = torch.zeros(1, device=self._device, dtype=torch.float32)
             with (
                 without_collecting(),
                 torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),

@@ -91,7 +91,8 @@ class _Cache:
 
     def __init__(self, held: Tensor, index: int) -> None:
         layer = SimpleNamespace(
-            keys=torch.empty(1, 1, held.shape[1], 1), get_seq_length=lambda: held.shape[1]
+            keys=torch.empty(1, 1, held.shape[1], 1, dtype=torch.float32, device="cpu"),
+            get_seq_length=lambda: held.shape[1],
         )
         self.held, self.given = held, held
         self.layers = {index: layer}
@@ -106,7 +107,7 @@ def _chooses(module: Any, heads: int, size: int, scale: float) -> bool:
     random = torch.Generator("cpu").manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random, device="cpu")
+        return torch.randn(shape, generator=random, device="cpu", dtype=torch.float32)
 
     x, low = drawn(2, _TOKENS, 8), drawn(2, _TOKENS, 6)
     given = {"wq_b": drawn(2, _TOKENS, heads * size), "wk": drawn(2, _TOKENS, size)}
@@ -126,15 +127,18 @@ def _chooses(module: Any, heads: int, size: int, scale: float) -> bool:
 
     children = {name: gives(name) for name in given}
     for child in children.values():
-        child.weight = nn.Parameter(torch.empty(0, device="cpu"), False)
+        child.weight = nn.Parameter(torch.empty(0, device="cpu", dtype=torch.float32), False)
     children["k_norm"] = layer_probes.Stub(torch.tanh)
-    want = torch.cat([torch.tanh(given["wk"]), x @ gate.T, torch.ones(2, _TOKENS, 1)], -1)
+    want = torch.cat(
+        [torch.tanh(given["wk"]), x @ gate.T, torch.ones(2, _TOKENS, 1, dtype=torch.float32, device="cpu")],
+        -1,
+    )
     scores = _scores(given["wq_b"].unflatten(-1, (heads, size)), given["weights_proj"], held, bias, scale)
     for count in (1, 2, 3, 5, 40):
         sizes = {"index_topk": count * _POOL, "index_kpool": _POOL}
         with twin.on_cpu():
             small = twin.of(module, children, {BIAS: bias, GATE: gate}, sizes)
-            mask = torch.ones(2, _TOKENS, dtype=torch.bool)
+            mask = torch.ones(2, _TOKENS, dtype=torch.bool, device="cpu")
             found = twin.run(small, x, low, mask, **{compat.CACHE: cache})
         takes = all(seen[name] is (low if name == "wq_b" else x) for name in given)
         if not takes or not torch.allclose(cache.given, want, atol=1e-6):

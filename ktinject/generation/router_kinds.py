@@ -48,11 +48,15 @@ def near(
         return None
     # Of rows of a unit matrix, the logits are the columns of the weight: near each other, or not, or of another sign.
     m = min(hidden, 64)
-    x = torch.eye(m, hidden, device="cpu")
-    spread = torch.tensor([0.01, 0.03, 0.1, 1.0]).repeat(m)[:m, None]
-    middle = torch.tensor([1.0, -1.0, 2.0, 0.0]).repeat_interleave(4).repeat(m)[:m, None]
+    x = torch.eye(m, hidden, device="cpu", dtype=torch.float32)
+    spread = torch.tensor([0.01, 0.03, 0.1, 1.0], dtype=torch.float32, device="cpu").repeat(m)[:m, None]
+    middle = (
+        torch.tensor([1.0, -1.0, 2.0, 0.0], dtype=torch.float32, device="cpu")
+        .repeat_interleave(4)
+        .repeat(m)[:m, None]
+    )
     logits = middle + spread * random(m, experts, seed=9)
-    weight = torch.zeros(experts, hidden, device="cpu")
+    weight = torch.zeros(experts, hidden, device="cpu", dtype=torch.float32)
     weight[:, :m] = logits.T
     for dtype in (torch.float32, torch.bfloat16):
         ids, weights = choose(x.to(dtype), weight.to(dtype))

@@ -62,7 +62,11 @@ def routing(
         return Support.no(f"its {type(block).__name__} and router hold {names}")
     experts, hidden = parameters[weight_path].shape
     weight, x = 3 * hidden**-0.5 * random(experts, hidden), random(1, ROWS, hidden, seed=1)
-    bias = random(experts, seed=3) if "bias" in parameters else torch.zeros(experts)
+    bias = (
+        random(experts, seed=3)
+        if "bias" in parameters
+        else torch.zeros(experts, dtype=torch.float32, device="cpu")
+    )
     drawn = {
         path: 0.1 * random(*tensor.shape, seed=2)
         for path, tensor in (parameters | buffers | outer).items()
@@ -155,7 +159,7 @@ def by_tokens(block: nn.Module, name: str, router: nn.Module, shared: str | None
     experts, hidden = router.get_parameter("weight").shape
     weight, x = 3 * hidden**-0.5 * random(experts, hidden), random(1, ROWS, hidden, seed=1)
     table = torch.stack([random(experts, seed=20 + i).argsort()[: held.shape[-1]] for i in range(ROWS + 2)])
-    tokens = torch.arange(ROWS).flip(0)[None] + 1
+    tokens = torch.arange(ROWS, device="cpu").flip(0)[None] + 1
     given: list[tuple[Tensor, Tensor]] = []
 
     def taken(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -311,7 +315,7 @@ def _chosen(scores: Tensor, top_k: int, groups: int, top_groups: int) -> Tensor:
     if groups > 1:
         parted = scores.view(len(scores), groups, -1)
         best = parted.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
-        kept = torch.zeros(len(scores), groups, dtype=torch.bool).scatter(1, best, True)
+        kept = torch.zeros(len(scores), groups, dtype=torch.bool, device="cpu").scatter(1, best, True)
         scores = parted.masked_fill(~kept[..., None], -math.inf).flatten(1)
     ids = scores.topk(top_k, -1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)

@@ -83,7 +83,8 @@ def read(
 
     ends  of the end-token criterion; None if there is none, and then no row is padded
     """
-    end_tokens = tuple(ends.tolist()) if ends is not None else ()
+    # A list in a list, as some generation configs have them, is read by transformers, too.
+    end_tokens = tuple(ends.flatten().tolist()) if ends is not None else ()
     steps: list[tuple[str, float]] = []
     min_length, ignore = 0, None
     for processor in processors:
@@ -105,7 +106,7 @@ def read(
             steps.append(("penalty", processor.penalty))
             ignore = processor.prompt_ignore_length
         elif kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
-            if tuple(processor.eos_token_id.tolist()) != end_tokens:
+            if tuple(processor.eos_token_id.flatten().tolist()) != end_tokens:
                 return Support.no(f"{kind.__name__} with end tokens of its own")
             if kind is MinLengthLogitsProcessor:
                 least = processor.min_length
@@ -238,7 +239,7 @@ def _drawn(scores: Tensor) -> Tensor:
     """A token for each row of scores [b, v], as torch.multinomial draws it, which looks at its input."""
     if not scores.is_cpu or not _draws_as_torch():
         return _drawn_by_torch(scores, None)
-    tokens = torch.empty(len(scores), dtype=torch.int64)
+    tokens = torch.empty(len(scores), dtype=torch.int64, device="cpu")
     _choose(functools.partial(_native.choose, tokens=tokens), scores, draws=True)
     return tokens
 
@@ -249,7 +250,7 @@ def _drawn_by_torch(scores: Tensor, generator: torch.Generator | None) -> Tensor
 
 
 def _native_choice(scores: Tensor, state: Tensor | None) -> Tensor:
-    tokens = torch.empty(len(scores), dtype=torch.int64)
+    tokens = torch.empty(len(scores), dtype=torch.int64, device="cpu")
     _native_call(functools.partial(_native.choose, tokens=tokens), scores, state)
     return tokens
 
@@ -281,7 +282,7 @@ def _native_call(choose: Callable[..., None], scores: Tensor, state: Tensor | No
 def _draws_as_torch() -> bool:
     """Whether this torch draws random numbers in the way that the native core knows."""
     generator = torch.Generator().manual_seed(1)
-    scores = torch.randn(3, 500, generator=generator)
+    scores = torch.randn(3, 500, generator=generator, dtype=torch.float32, device="cpu")
     for _ in range(4):
         state = generator.get_state()
         wanted = _drawn_by_torch(scores, generator)

@@ -239,7 +239,7 @@ class SeveralTokens:
         end = length + ids.shape[1]
         mask = cache.mask[0, 0, 0, :end].clone()
         mask[length:] = True
-        positions = cache.positions + torch.arange(ids.shape[1])
+        positions = cache.positions + torch.arange(ids.shape[1], device="cpu")
         self._view = cache.bucket(cache.capacity)
         logits, self.hidden = self._native.several(ids, mask, positions, self._view, length)
         return logits

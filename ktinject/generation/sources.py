@@ -67,7 +67,7 @@ class _OtherLookup:
 
     def __init__(self, generator: Any, prompt: Sequence[int]) -> None:
         self.most, self._generator = generator.num_output_tokens, generator
-        self._text, self._length = torch.zeros(1, 0, dtype=torch.int64), 0  # with room behind
+        self._text, self._length = torch.zeros(1, 0, dtype=torch.int64, device="cpu"), 0  # with room behind
         self.extend(prompt)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -109,7 +109,9 @@ class _Heads:
     def _take_in(self) -> None:
         if not self._new:
             return
-        self._text = torch.cat([self._text, torch.tensor([self._new], device=self._device)], dim=1)
+        self._text = torch.cat(
+            [self._text, torch.tensor([self._new], device=self._device, dtype=torch.int64)], dim=1
+        )
         self._model._update_model_kwargs_for_generation(
             BaseModelOutput(), self._kwargs, num_new_tokens=len(self._new)
         )

@@ -91,7 +91,8 @@ def begin(
         return SUPPORTED
     native.refresh()
     # The likeliest ones, not what a greedy text would go on with: that may be one token again and again, and of experts
-    # that tie behind it, all tries would take the same.
+    # that tie behind it, all tries would take the same. A head may be wider than the embedding.
+    logits = logits[:, : native.embedded]
     tokens = itertools.cycle(logits.topk(min(TRIES, logits.shape[-1])).indices.split(1, dim=-1))
 
     def step() -> None:

@@ -132,10 +132,12 @@ def attention_support(device: torch.device, dtype: torch.dtype, d: int, kv: int,
     held, new = 41, 5
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(1, heads, tokens, d, generator=generator).to(device, dtype)
+        torch.randn(1, heads, tokens, d, generator=generator, dtype=torch.float32, device="cpu").to(
+            device, dtype
+        )
         for heads, tokens in ((kv * groups, new), (kv, held + new + 18), (kv, held + new + 18))
     )
-    position = torch.tensor([held], device=device)
+    position = torch.tensor([held], device=device, dtype=torch.int64)
     parts = Parts(position, position + torch.arange(new, device=device))
     try:
         found = parts.attend(q, k, v, 0.1).float()  # a scale by which each key counts

@@ -19,6 +19,7 @@ What a version lacks costs the features that need it, and no others:
     serving     `ktinject serve` is refused
     kimi_k2     transformers does not know Kimi-K2
     probes      of experts, the forward alone is compared with the formula
+    building    transformers builds models of several threads at once; ktinject refuses what comes of it
     ending      daemon threads in a forward are not stopped before the interpreter's end, see ending.py
 
 A method of a model is called, or overridden, where that is needed, by its name; that the name means what it meant is
@@ -579,6 +580,14 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
     ),
     "probes": (
         Private(f"{_MOE}:batched_mm_experts_forward", "_apply_gate", SET, "must gate as the forward does"),
+    ),
+    "building": (
+        Private(
+            "transformers.modeling_utils",
+            "local_torch_dtype",
+            "(dtype, model_class_name=None)",
+            "one model is built at a time",
+        ),
     ),
     "ending": (Private(_MODULE, "_wrapped_call_impl", THERE, "a frame of it is a forward"),),
 }

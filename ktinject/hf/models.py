@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from ktinject.checkpoints import beside
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import CheckpointError, PlanError, listed
-from ktinject.hf import compat, plugin
+from ktinject.hf import building, compat, config_values, plugin
 from ktinject.hf.auto_classes import auto_class, writing_part
 from ktinject.hf.key_map import KeyMap, matches
 from ktinject.hf.plugin import KTInjectConfig
@@ -161,7 +161,7 @@ def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
                     if not hasattr(owner, parent):
                         add(owner, parent, SimpleNamespace())
                     owner = getattr(owner, parent)
-                tensor: Any = torch.empty(shape, device="meta")
+                tensor: Any = torch.empty(shape, device="meta", dtype=torch.float32)
                 tensor._is_hf_initialized = True
                 add(owner, last, tensor)
         yield
@@ -211,9 +211,12 @@ def generation_config(model: PreTrainedModel, folder: Path) -> GenerationConfig 
         return None
     beside.check_config(folder / "generation_config.json")
     try:
-        return GenerationConfig.from_pretrained(folder)
+        found = GenerationConfig.from_pretrained(folder)
     except Exception as error:  # transformers' own code on somebody's file
         raise CheckpointError(f"{folder}/generation_config.json cannot be used: {error}") from error
+    if fault := config_values.token_fault(found):
+        raise CheckpointError(f"{folder}/generation_config.json: {fault}. Correct it.")
+    return found
 
 
 def quantization(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -326,7 +329,7 @@ def build_on_meta(
     if not (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
         raise PlanError(f"dtype: found {dtype!r}; use auto, bfloat16, float16 or float32.")
     try:
-        with torch.device("meta"), _few_modules():
+        with building.alone(), torch.device("meta"), _few_modules():
             return make(config, dtype=found)
     except Exception as error:  # transformers' own code on somebody's values
         raise PlanError(f"model type {config.model_type!r}: the config makes no model: {error}") from error

@@ -265,7 +265,9 @@ def _unpacked(model: PreTrainedModel, but: Collection[str] = ()) -> dict[str, Te
     for replacement in replacements:
         operator = operators[replacement.path]
         for name, shape in replacement.parameter_shapes.items():
-            tensors[f"{replacement.path}.{name}"] = tensor = torch.empty(shape, dtype=model.dtype)
+            tensors[f"{replacement.path}.{name}"] = tensor = torch.empty(
+                shape, dtype=model.dtype, device="cpu"
+            )
             for expert in range(shape[0]) if operator.per_expert else [None]:
                 exact = operator.unpack(name, expert)
                 part = tensor if expert is None else tensor[expert]

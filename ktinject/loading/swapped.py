@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import nn
 
 from ktinject.errors import OperatorError
@@ -158,9 +159,14 @@ class _Swapped(_Methods):
         return super().load_state_dict(state_dict, strict, assign)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. Raises OperatorError if a part of an adapter of PEFT would be missed."""
+        """As in transformers, whatever torch's default device is.
+
+        Raises  OperatorError if a part of an adapter of PEFT would be missed
+        """
         _refuse_lost(self)
-        return super().generate(*args, **kwargs)
+        is_usual = torch.get_default_device().type == "cpu"
+        with nullcontext() if is_usual else torch.device("cpu"):
+            return super().generate(*args, **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As in transformers. Operators' copies of tied weights do not count, and none of theirs is trainable."""

@@ -14,7 +14,7 @@ from ktinject.hf.layers import Layers
 from ktinject.machine import device_of
 from ktinject.planning import memory
 from ktinject.planning.devices import Devices, fill, show_bytes, spread
-from ktinject.planning.memory import RuntimeMemory
+from ktinject.planning.memory import Kept, RuntimeMemory
 from ktinject.planning.plan import total
 from ktinject.planning.replacements import Replacement, Replacer
 
@@ -60,7 +60,7 @@ def choose(
     where: Devices,
     candidates: Sequence[tuple[str, ...]],
     has_weights: bool,
-    kv_values: Sequence[int] | None,
+    kv_values: Sequence[Kept] | None,
     context: int = 1,
 ) -> Layout:
     """The first layout that fits, or the one with the smallest shortage.
@@ -89,7 +89,7 @@ def _lay_out(
     where: Devices,
     devices: Sequence[str],
     has_weights: bool,
-    kv_values: Sequence[int] | None,
+    kv_values: Sequence[Kept] | None,
     context: int,
     fills: bool = False,
 ) -> Layout:

@@ -136,7 +136,7 @@ def _misconverted(
     """Run a conversion on meta tensors and compare the shapes of its results with the model's."""
 
     def without_data(key: str) -> Tensor:
-        return torch.empty(checkpoint.shape(key), device="meta")
+        return torch.empty(checkpoint.shape(key), device="meta", dtype=torch.float32)
 
     try:
         made = conversion.run(without_data, model)

@@ -1,8 +1,9 @@
 """Runtime memory: workspace and KV cache, which a swapped model holds beside its weights while it runs.
 
 The size of the KV cache is not computed from the config, whose fields differ from family to family. Instead the model
-runs once on the meta device, where nothing is computed, and the values in its cache are counted. Of how many tokens a
-layer with a window keeps them, decode steps know, too (generation/cache_layers.py). If a device has no room for the
+runs once on the meta device, where nothing is computed, and the values in its cache are counted: those of each token,
+and states of fixed size, of linear attention and convolutions. Of how many tokens a layer with a window keeps values,
+decode steps know, too (generation/cache_layers.py). If a device has no room for the
 request that was asked for, or a short one, the layout does not fit: the planner tries several GPUs instead of one, or
 reports a problem.
 """
@@ -13,17 +14,19 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ktinject.generation import own_caches
 from ktinject.generation.cache import bucket_of
-from ktinject.generation.cache_layers import ALL_TOKENS, LayerKind, kinds_of
+from ktinject.generation.cache_layers import ALL_TOKENS, LayerKind, kind_of, kinds_of, tensors_of
 from ktinject.hf import compat, models
 from ktinject.hf.layers import Layers
 from ktinject.machine import device_of
 from ktinject.operators.probes.answer import Memory, key_of_value, refusal_of
+from ktinject.operators.probes.twin import on_cpu
 from ktinject.planning.devices import show_bytes
 from ktinject.support import Support
 
@@ -32,17 +35,38 @@ if TYPE_CHECKING:
 
 _TOKENS = 2  # tokens of the request that runs on the meta device
 _SHORTEST, _LONGEST = bucket_of(1), 1 << 30
-_ANSWERS: Memory[tuple[int, ...] | Support] = Memory()
+_ANSWERS: Memory[tuple[_Counted, ...] | Support] = Memory()
+
+
+class Kept(NamedTuple):
+    """What a decoder layer keeps of a text.
+
+    values       of each token, keys and values together
+    state_bytes  in states of fixed size
+    """
+
+    values: int
+    state_bytes: int = 0
+
+
+class _Counted(NamedTuple):
+    """The same for a model in bf16: values of each token; values of its states in bf16, and bytes of others."""
+
+    values: int
+    states: int
+    wide_bytes: int
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Bytes of the keys and values of a request.
+    """Bytes of what the cache of a request holds.
 
     parts  the last tokens that layers keep, None: all → bytes that a token adds
+    fixed  of states, for each row
     """
 
     parts: Mapping[int | None, int]
+    fixed: int = 0
 
     @property
     def per_token(self) -> int:
@@ -50,18 +74,22 @@ class CacheSize:
         return sum(self.parts.values())
 
     def of(self, positions: int) -> int:
-        """Bytes of a cache of so many positions, twice: that of a captured step, and the prompt's, copied into it."""
-        return 2 * sum(
+        """Bytes of a cache of so many positions in one row, twice: that of a captured step, and the prompt's, copied
+        into it."""
+        tokens = sum(
             each * (positions if most is None else min(positions, most)) for most, each in self.parts.items()
         )
+        return 2 * (tokens + self.fixed)
 
     @classmethod
     def sum(cls, sizes: Iterable[CacheSize]) -> CacheSize:
         parts: dict[int | None, int] = {}
+        fixed = 0
         for size in sizes:
+            fixed += size.fixed
             for most, each in size.parts.items():
                 parts[most] = parts.get(most, 0) + each
-        return cls(parts)
+        return cls(parts, fixed)
 
 
 @dataclass(frozen=True)
@@ -99,7 +127,7 @@ def find(
     device_map: Mapping[str, str],
     to_load: Mapping[str, int],
     limits: Mapping[str, int],
-    cached: Sequence[int] | None,
+    cached: Sequence[Kept] | None,
     context: int = 1,
 ) -> tuple[dict[str, RuntimeMemory], list[str]]:
     """The runtime memory of all devices.
@@ -172,7 +200,7 @@ def _cache_size(
     model: PreTrainedModel,
     device_map: Mapping[str, str],
     device: str,
-    values: Sequence[int] | None,
+    values: Sequence[Kept] | None,
 ) -> CacheSize:
     """The cache of the layers on one device; without parts if it is not known."""
     sizes = cache_sizes(replacements, model, values)
@@ -180,7 +208,7 @@ def _cache_size(
 
 
 def cache_sizes(
-    replacements: Sequence[Replacement], model: PreTrainedModel, values: Sequence[int] | None
+    replacements: Sequence[Replacement], model: PreTrainedModel, values: Sequence[Kept] | None
 ) -> dict[str, CacheSize]:
     """Decoder layer → what it caches; empty if this is not known."""
     layers = Layers(model)
@@ -193,15 +221,15 @@ def cache_sizes(
     }
     kinds = _kinds(model, layers.count)
     return {
-        path: _size(own.get(number, count) * model.dtype.itemsize, kinds[number])
-        for number, (path, count) in enumerate(zip(layers.paths, values))
+        path: _size(own.get(number, kept.values) * model.dtype.itemsize, kept.state_bytes, kinds[number])
+        for number, (path, kept) in enumerate(zip(layers.paths, values))
     }
 
 
-def _size(each: int, kind: LayerKind) -> CacheSize:
-    """Of a layer to which a token adds so many bytes."""
+def _size(each: int, fixed: int, kind: LayerKind) -> CacheSize:
+    """Of a layer to which a token adds so many bytes, beside those of its states."""
     # Of a prompt that is kept beside a window, the length is not known.
-    own = CacheSize({None if kind.keeps_prompt else kind.window: each})
+    own = CacheSize({None if kind.keeps_prompt else kind.window: each}, fixed)
     if kind.rate is None:
         return own
     # A compressed key and the index's are no wider than a key and a value. And of the tokens of two windows it is kept
@@ -223,7 +251,7 @@ def required(
     model: PreTrainedModel,
     device_map: Mapping[str, str],
     device: str,
-    cached: Sequence[int] | None,
+    cached: Sequence[Kept] | None,
     context: int,
 ) -> int:
     """The least bytes that a device needs beside the weights: buffers at their smallest, and the cache of a request."""
@@ -244,8 +272,8 @@ def _longest(room: int, size: CacheSize) -> int:
     return tokens
 
 
-def cached_values(model: PreTrainedModel) -> list[int] | None:
-    """The number of values (keys and values together) that each layer caches for a token.
+def cached_values(model: PreTrainedModel) -> list[Kept] | None:
+    """What each layer keeps of a text.
 
     Each distinct model is run once in a process, since a model is often planned for several times.
 
@@ -256,10 +284,12 @@ def cached_values(model: PreTrainedModel) -> list[int] | None:
         return None
     key = type(model), key_of_value(model.config), kinds
     found = _ANSWERS.once(key, lambda: _run(model.config, kinds))
-    return None if isinstance(found, Support) else list(found)
+    if isinstance(found, Support):
+        return None
+    return [Kept(each.values, each.states * model.dtype.itemsize + each.wide_bytes) for each in found]
 
 
-def _run(config: PreTrainedConfig, kinds: Sequence[tuple[Any, ...]]) -> tuple[int, ...] | Support:
+def _run(config: PreTrainedConfig, kinds: Sequence[tuple[Any, ...]]) -> tuple[_Counted, ...] | Support:
     """Count what a model of this config, with layers of these kinds, caches; or why it does not run."""
     # Layers of one kind cache alike. So it is enough to run the first layers until every kind has occurred: one of
     # Qwen3's 48, four of DeepSeek-V3's 61.
@@ -270,9 +300,9 @@ def _run(config: PreTrainedConfig, kinds: Sequence[tuple[Any, ...]]) -> tuple[in
             # Some kernels accept only bf16, even on the meta device.
             twin = models.meta_model(_shortened(config, count), torch.bfloat16)
             ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-            with torch.no_grad():
+            with on_cpu():
                 cache = getattr(twin(input_ids=ids, use_cache=True), compat.CACHE)
-            found = [_values(layer) // _TOKENS for layer in cache.layers]
+            found = [_counted(layer) for layer in own_caches.as_dynamic(twin, cache).layers]
             return tuple(found[kinds.index(kind)] for kind in kinds)
         except (
             Exception
@@ -308,6 +338,17 @@ def _shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
         setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     return config
+
+
+def _counted(layer: Any) -> _Counted:
+    """Of a cache's layer that a model in bf16 has filled."""
+    states = tensors_of(layer) if kind_of(layer).is_state else ()
+    narrow, wide = (
+        [one for one in states if (one.dtype == torch.bfloat16) is is_narrow] for is_narrow in (True, False)
+    )
+    return _Counted(
+        _values(layer) // _TOKENS, sum(one.numel() for one in narrow), sum(one.nbytes for one in wide)
+    )
 
 
 def _values(layer: Any) -> int:

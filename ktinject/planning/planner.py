@@ -21,7 +21,7 @@ from ktinject.distributed.tensor_parallel import Cut, Style
 from ktinject.errors import PlanError
 from ktinject.generation.cache import bucket_of
 from ktinject.generation.cpu import openmp
-from ktinject.hf import adapters, compat, models
+from ktinject.hf import adapters, compat, config_values, dtypes, models
 from ktinject.hf.extras import check_patterns
 from ktinject.hf.key_map import KeyMap, key_map
 from ktinject.hf.layers import Layers, has_routed_experts
@@ -93,8 +93,11 @@ def make(
             if group is not None and mapping is not None:
                 cuts = tensor_parallel.key_cuts(model, styles, mapping, group)
             layers = Layers(model)
-            kv_values = tensor_parallel.cached_values(memory.cached_values(model), layers.of, styles, group)
-            search = Search(model, machine, layers.decoder, group, candidates, has_weights, kv_values)
+            kept = memory.cached_values(model)
+            if kept is not None:
+                counts = tensor_parallel.cached_values([one.values for one in kept], layers.of, styles, group)
+                kept = [one._replace(values=count) for one, count in zip(kept, counts)]
+            search = Search(model, machine, layers.decoder, group, candidates, has_weights, kept)
             found = search.run(modules, where, tokens)
             chosen = found.layout
             remedies = (
@@ -251,6 +254,7 @@ def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
             f"this model has an adapter of PEFT ({part}). Swap it without one, and put the adapter on the swapped "
             "model: get_peft_model(model, …), or model.load_adapter(folder)."
         )
+    config_values.check(model.config)
     types = model_types(model)
     if ruleset.model_types and not {*types} & {*ruleset.model_types}:
         raise PlanError(
@@ -267,6 +271,13 @@ def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
         )
     if not on_meta:
         raise PlanError("the model has no parameters; there is nothing to plan.")
+    if on_meta == {True} and (fault := dtypes.fault(model)):
+        raise PlanError(
+            f"parameters of the model have other dtypes than the config gives them: {fault}. This comes of another "
+            "thread that builds a model, or sets torch's default dtype, meanwhile. Build it once more, by "
+            "AutoModelForCausalLM.from_config or ktinject.load, which wait for their turn. If you cast them, do so "
+            "after ktinject.optimize."
+        )
 
 
 def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint, ignore: Sequence[str]) -> KeyMap:

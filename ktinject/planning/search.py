@@ -19,6 +19,7 @@ from ktinject.planning import layout
 from ktinject.planning.devices import Devices
 from ktinject.planning.formats import Level, levels
 from ktinject.planning.layout import Layout
+from ktinject.planning.memory import Kept
 from ktinject.planning.modules import MatchedModule
 from ktinject.planning.replacements import Replacer
 
@@ -64,7 +65,7 @@ class Search:
         group: ProcessGroup | None,
         candidates: Sequence[tuple[str, ...]],
         has_weights: bool,
-        kv_values: Sequence[int] | None,
+        kv_values: Sequence[Kept] | None,
     ) -> None:
         self._model = model
         self._machine = machine

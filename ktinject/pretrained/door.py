@@ -9,12 +9,16 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.quantizers import register_quantization_config, register_quantizer
 
-from ktinject.hf import plugin
+from ktinject.hf import building, plugin
 from ktinject.hf.plugin import METHOD, HandedOver, KTInjectConfig, KTInjectQuantizer
 
 
 def install() -> None:
-    """Register the quantisation method, and take over `from_pretrained` where it is asked for. May be called again."""
+    """Register the quantisation method, and take over `from_pretrained` where it is asked for. May be called again.
+
+    From then on, one model is built at a time (hf/building.py).
+    """
+    building.install()
     own = PreTrainedModel.from_pretrained.__func__
     if hasattr(own, "ktinject"):
         return

@@ -135,7 +135,11 @@ class Activity:
     def _uses(self, layer: int, on_cpu: Sequence[int] | None) -> list[int]:
         """How often each expert of a layer was chosen."""
         one = self._layers[layer]
-        found = torch.tensor(on_cpu) if on_cpu else torch.zeros(one.num_experts, dtype=torch.int64)
+        found = (
+            torch.tensor(on_cpu, dtype=torch.int64, device="cpu")
+            if on_cpu
+            else torch.zeros(one.num_experts, dtype=torch.int64, device="cpu")
+        )
         streamed = getattr(getattr(one, "streamed", None), "uses", None)
         if streamed is not None:
             found += self._read(one, streamed)
@@ -222,7 +226,10 @@ def handoff_seconds(operator: Any) -> float | None:
     try:
         with torch.cuda.device(device):
             x = torch.zeros(1, operator.spec.hidden_size, dtype=torch.bfloat16, device=device)
-            ids, weights = torch.full((1, 1), -1, device=device), torch.zeros(1, 1, device=device)
+            ids, weights = (
+                torch.full((1, 1), -1, device=device, dtype=torch.int64),
+                torch.zeros(1, 1, device=device, dtype=torch.float32),
+            )
             operator.complete(operator.start(x, ids, weights))
             graph = torch.cuda.CUDAGraph()
             with without_collecting(), torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -68,7 +68,7 @@ class Request:
     @functools.cached_property
     def prompt(self) -> Tensor:
         """[1, n]; made once, for of a long list that takes milliseconds."""
-        return torch.tensor([self.ids])
+        return torch.tensor([self.ids], dtype=torch.int64, device="cpu")
 
     def begin(self) -> bool:
         """Give the sink the prompt; False if nobody waits any more."""
@@ -158,7 +158,9 @@ class Batches:
         request = Request(ids, config, sink, arguments, choice, seed)
         if stop and choice is not None:
             criterion = StopStringCriteria(self._tokenizer, [stop] if isinstance(stop, str) else stop)
-            request.stopped = lambda written: bool(criterion(torch.tensor([ids + written]), None)[0])
+            request.stopped = lambda written: bool(
+                criterion(torch.tensor([ids + written], dtype=torch.int64, device="cpu"), None)[0]
+            )
         with self._changed:
             if self._closed:
                 raise RuntimeError("the server is about to end")
@@ -169,7 +171,9 @@ class Batches:
         request.done.wait()
         if request.error is not None:
             raise request.error
-        return torch.cat([request.prompt, torch.tensor([request.written], dtype=torch.int64)], dim=1)
+        return torch.cat(
+            [request.prompt, torch.tensor([request.written], dtype=torch.int64, device="cpu")], dim=1
+        )
 
     def close(self) -> None:
         """End what runs."""
@@ -232,7 +236,7 @@ class Batches:
 
     def _generate(self, request: Request) -> list[int]:
         """Returns the tokens of the text whose cache is kept."""
-        written = torch.tensor([request.written], dtype=torch.int64)
+        written = torch.tensor([request.written], dtype=torch.int64, device="cpu")
         ids = torch.cat([request.prompt, written], dim=1).to(self._model.device)
         config = copy.deepcopy(request.config)
         config.max_new_tokens -= len(request.written)
@@ -343,7 +347,9 @@ class Batches:
         is_done = bool(output.is_finished())
         for token in new:
             request.written.append(token)
-            if not request.put(torch.tensor([token])) or request.stopped(request.written):
+            if not request.put(torch.tensor([token], dtype=torch.int64, device="cpu")) or request.stopped(
+                request.written
+            ):
                 if not is_done:
                     self._manager.cancel_request(output.request_id)
                 is_done = True

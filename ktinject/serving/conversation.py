@@ -136,7 +136,7 @@ class Conversation:
                     f"the conversation has {len(ids)} tokens, and the model was made for {self.limit}. Begin a "
                     "new one, or ask something shorter."
                 )
-            evaluate.check_prompt(self.model, torch.tensor(ids), 1)
+            evaluate.check_prompt(self.model, torch.tensor(ids, dtype=torch.int64, device="cpu"), 1)
         except BaseException:
             self.messages.pop()
             raise
@@ -153,7 +153,7 @@ class Conversation:
         start, ended = time.perf_counter(), "interrupted"
         try:
             found = self.model.generate(
-                torch.tensor([ids], device=self.model.device),
+                torch.tensor([ids], device=self.model.device, dtype=torch.int64),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=self.model.device),
                 streamer=streamer,
                 max_new_tokens=most,

@@ -80,7 +80,7 @@ def _block(is_pinned: bool) -> Tensor:
             return torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             logger.warning("texts go to RAM that is not page-locked, which is slower: %s", error)
-    return torch.empty(BLOCK, dtype=torch.uint8)
+    return torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(eq=False)

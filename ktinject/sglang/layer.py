@@ -22,6 +22,7 @@ from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.operators.offload.handoff import Handoff
 from ktinject.operators.offload.submits import OnGpu, Routing, Ticket, live_rows, only
+from ktinject.operators.probes import twin
 from ktinject.sglang import failures, graphs, weights
 from ktinject.sglang.arguments import Arguments
 from ktinject.sglang.prompts import Prompts
@@ -99,7 +100,7 @@ class Layer:
         self._is_ordered = True  # experts are in the places of their numbers
         self._waits = bool(given.weight_path)
         if self._waits:
-            with weights.on_cpu():
+            with twin.on_cpu():
                 weights.OPENED.wait(given.weight_path)
         self._device = _default_device()
         if self._device is not None:
@@ -108,7 +109,7 @@ class Layer:
 
     def load(self, physical_to_logical: Tensor | None) -> None:
         given = self.given
-        with weights.on_cpu():
+        with twin.on_cpu():
             logical = weights.read_map(physical_to_logical, given.num_experts)
             is_first, self._waits = self._waits, False
             self._take(weights.load(given, logical, self._nodes, is_first), logical)
@@ -116,7 +117,7 @@ class Layer:
     def load_tensors(
         self, gate: Tensor, up: Tensor, down: Tensor, physical_to_logical: Tensor | None
     ) -> None:
-        with weights.on_cpu():
+        with twin.on_cpu():
             logical = weights.read_map(physical_to_logical, self.given.num_experts)
             self._take(weights.pack(self.given, (gate, up, down), logical, self._nodes), logical)
 

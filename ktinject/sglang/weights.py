@@ -18,7 +18,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ktinject.checkpoints import beside
@@ -392,18 +391,6 @@ def _absent(checkpoint: Checkpoint, given: Arguments, expert: int, absent: Itera
         f"({next(iter(absent))}), of {given.num_experts} that SGLang asks for. If shared experts are among them, "
         "start SGLang with --disable-shared-experts-fusion; else give the checkpoint of the model that it serves."
     )
-
-
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    """Within, tensors are made on the CPU and in fp32: SGLang builds models on a GPU and in bf16."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.no_grad(), torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def read_map(physical_to_logical: Tensor | None, count: int) -> list[int]:

@@ -71,7 +71,7 @@ class _Foreign(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.zeros(3, 4))
+        self.table = nn.Parameter(torch.zeros(3, 4, dtype=torch.float32, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -174,7 +174,12 @@ def refuses_misfits(case: Case) -> None:
     module = case.make()
     operator = case.built(module)
     case.refused(
-        "load of an unknown parameter", operator.load, "no_such_parameter", torch.zeros(3, 4), None, None
+        "load of an unknown parameter",
+        operator.load,
+        "no_such_parameter",
+        torch.zeros(3, 4, dtype=torch.float32, device="cpu"),
+        None,
+        None,
     )
     if not operator.parameter_shapes():
         return

@@ -126,7 +126,7 @@ def _load(operator: Operator, name: str, shape: Sequence[int], expert: int | Non
 
 def _random(shape: Sequence[int]) -> torch.Tensor:
     """[*shape] bf16, repeating: values do not matter, and to draw each one takes longer than to pack them."""
-    drawn = torch.empty(999_983, dtype=torch.bfloat16).normal_(std=0.02)
+    drawn = torch.empty(999_983, dtype=torch.bfloat16, device="cpu").normal_(std=0.02)
     size = math.prod(shape)
     return drawn.repeat(-(-size // len(drawn)))[:size].view(*shape)
 

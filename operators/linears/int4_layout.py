@@ -57,7 +57,8 @@ def _quantise(weight: Tensor, group_size: int, symmetric: bool) -> Codes:
         raise ValueError("a value is not finite")
     if symmetric:
         # Codes minus 8 reach from -8 to 7. The value of greatest magnitude gets -8, if need be by a negative scale.
-        sign = torch.where(high > -low, -1.0, 1.0)
+        ones = torch.ones_like(low)
+        sign = torch.where(high > -low, -ones, ones)
         reach, bits, tries = torch.maximum(high, -low) / 8.6, 5, 10
     else:
         low, high = low.clamp(max=0), high.clamp(min=0)

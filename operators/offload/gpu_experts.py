@@ -108,8 +108,8 @@ class GpuExperts:
         self.resident = list(resident)  # at first, by place
         for expert in resident if filled else ():
             self._copy(experts, expert)
-        places = torch.full((num_experts,), -1, dtype=torch.int32)
-        places[self.resident] = torch.arange(len(resident), dtype=torch.int32)
+        places = torch.full((num_experts,), -1, dtype=torch.int32, device="cpu")
+        places[self.resident] = torch.arange(len(resident), dtype=torch.int32, device="cpu")
         self.first_places: tuple[int, ...] = (*places.tolist(),)  # for good, where experts do not move
         self.places = places.to(device)
         self.traffic = torch.zeros_like(self.places)

@@ -144,7 +144,7 @@ class OneLink:
             if low < high:
                 answers[low:high] = self._answers(routes, slice(low, high), slice(first, end), gate_up, down)
             yield chunk
-        rows = torch.full((m * t,), known, device=device)
+        rows = torch.full((m * t,), known, device=device, dtype=torch.int64)
         rows.scatter_(0, routes.pairs, torch.arange(known, device=device))
         self.source.sum(
             address("answers", answers, device, torch.bfloat16),
@@ -187,7 +187,7 @@ class OneLink:
         spec = self.spec
 
         def of(projection: str, width: int) -> Tensor:
-            bias = torch.empty(spec.num_experts, width)
+            bias = torch.empty(spec.num_experts, width, dtype=torch.float32, device="cpu")
             for expert in range(spec.num_experts):
                 self.native.unpack_bias(projection, expert, bias[expert])
             return bias.to(device)

@@ -242,9 +242,18 @@ class _Cpu:
     def call(self, tokens: int) -> Callable[[], float]:
         """A call that takes its own time; `used` of the experts."""
         spec, m = self.streamed.spec, max(1, tokens * self.used // self.experts)
-        x = torch.randn(m, spec.hidden_size, generator=self._generator).to(torch.bfloat16)
-        chosen = torch.rand(m, self.used, generator=self._generator).topk(min(self.top_k, self.used)).indices
-        ids, weights = torch.tensor(self.streamed.in_ram)[chosen], torch.full(chosen.shape, 1 / self.top_k)
+        x = torch.randn(m, spec.hidden_size, generator=self._generator, dtype=torch.float32, device="cpu").to(
+            torch.bfloat16
+        )
+        chosen = (
+            torch.rand(m, self.used, generator=self._generator, dtype=torch.float32, device="cpu")
+            .topk(min(self.top_k, self.used))
+            .indices
+        )
+        ids, weights = (
+            torch.tensor(self.streamed.in_ram, dtype=torch.int64, device="cpu")[chosen],
+            torch.full(chosen.shape, 1 / self.top_k, dtype=torch.float32, device="cpu"),
+        )
         out = torch.empty_like(x)
 
         def once() -> float:

@@ -91,7 +91,7 @@ class Ring:
         self._layers: list[weakref.ref[Layer]] = []
         self._stream = torch.cuda.Stream(device)
         self._chunk_bytes = 0  # of unpacked weights
-        self._workspace = torch.empty(0, device=device)
+        self._workspace = torch.empty(0, device=device, dtype=torch.float32)
         self._free: deque[_Slot] = deque()
         self._ahead: deque[_Copy] = deque()  # oldest first
         self._idle = torch.cuda.Event()  # the workspace is free
@@ -127,7 +127,7 @@ class Ring:
                 memory = [torch.empty(packed, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
                 break
             except torch.OutOfMemoryError:
-                self._workspace = torch.empty(0, device=self.device)
+                self._workspace = torch.empty(0, device=self.device, dtype=torch.float32)
                 if wanted == least or lent.is_lent({self.device}):
                     raise
                 wanted = max(wanted // 2, least)

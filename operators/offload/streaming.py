@@ -143,7 +143,7 @@ class StreamedExperts(OneLink):
             of_expert = [num_experts] * (num_experts + 1)
             for rank, expert in enumerate(experts):
                 of_expert[expert] = rank
-            ranks = torch.tensor(of_expert, device=ids.device)
+            ranks = torch.tensor(of_expert, device=ids.device, dtype=torch.int64)
             self._ranks = ((experts, ranks), *self._ranks[: _MOST_RANKS - 1])
         if ranks.is_cuda:  # another thread may take it off the list, and its memory comes from another stream
             ranks.record_stream(torch.cuda.current_stream(ranks.device))

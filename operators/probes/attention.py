@@ -255,12 +255,17 @@ def _difference(module: nn.Module, spec: LatentSpec, far: int) -> float:
     taken, shared = inspect.signature(type(module).forward).parameters, {}  # type: ignore[var-annotated]
     random = torch.Generator().manual_seed(1)
     n = spec.qk_rope_head_dim
-    x = torch.randn(2, 6, _SMALL["hidden_size"], generator=random, dtype=torch.float64)
-    angles = torch.rand(2, 6, n // 2, generator=random, dtype=torch.float64) * 6
-    mask = torch.full((2, 1, 6, 6), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)
+    x = torch.randn(2, 6, _SMALL["hidden_size"], generator=random, dtype=torch.float64, device="cpu")
+    angles = torch.rand(2, 6, n // 2, generator=random, dtype=torch.float64, device="cpu") * 6
+    mask = torch.full((2, 1, 6, 6), torch.finfo(torch.float64).min, dtype=torch.float64, device="cpu").triu(1)
     mask[1, 0, 2:, 0] = torch.finfo(torch.float64).min
     # Its own place and two before it, or some that are hidden.
-    given = (torch.arange(6)[:, None] - torch.tensor([0, 1, 3])).clamp(min=0).expand(2, -1, -1).int()
+    given = (
+        (torch.arange(6, device="cpu")[:, None] - torch.tensor([0, 1, 3], device="cpu"))
+        .clamp(min=0)
+        .expand(2, -1, -1)
+        .int()
+    )
 
     def at(start: int, stop: int) -> dict[str, Any]:
         here = angles[:, start:stop]
@@ -273,7 +278,7 @@ def _difference(module: nn.Module, spec: LatentSpec, far: int) -> float:
             "hidden_states": x[:, start:stop],
             "position_embeddings": positions,
             "attention_mask": mask[:, :, start:stop, :stop],
-            "position_ids": torch.arange(far + start, far + stop).expand(2, -1),
+            "position_ids": torch.arange(far + start, far + stop, device="cpu").expand(2, -1),
             **({GIVEN: given[:, start:stop]} if spec.hands_on else {}),
             **({_SHARED: shared} if _SHARED in taken else {}),
         }

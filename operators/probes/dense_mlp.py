@@ -35,12 +35,12 @@ class _RowFunction(nn.Module):
     def __init__(self, linear: nn.Linear, phase: float) -> None:
         super().__init__()
         self.in_features, self.out_features, self.phase = linear.in_features, linear.out_features, phase
-        self.weight = torch.empty(0)  # some ask for its dtype
+        self.weight = torch.empty(0, dtype=torch.float32, device="cpu")  # some ask for its dtype
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise ValueError(f"a linear layer of {self.in_features} inputs is given {x.shape[-1]}")
-        angles = torch.arange(self.out_features, dtype=x.dtype) + self.phase
+        angles = torch.arange(self.out_features, dtype=x.dtype, device="cpu") + self.phase
         return torch.sin(3 * x.mean(-1, keepdim=True) + angles)
 
 
@@ -70,7 +70,7 @@ def _run(module: nn.Module, linears: dict[str, nn.Linear]) -> DenseMlpSpec | Sup
     stand_ins = {name: _RowFunction(linear, 0.7 * i) for i, (name, linear) in enumerate(linears.items())}
     small = twin.filled(module, random, stand_ins)
     hidden_size = next(iter(linears.values())).in_features
-    x = torch.randn(1, _ROWS, hidden_size, generator=random)
+    x = torch.randn(1, _ROWS, hidden_size, generator=random, dtype=torch.float32, device="cpu")
     other = x.clone()
     other[0, 0] += 1
     found, changed = twin.run(small, x), twin.run(small, other)

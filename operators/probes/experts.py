@@ -314,8 +314,8 @@ def _fit(module: nn.Module, spec: ExpertsSpec, gate_of: Gate) -> ExpertsSpec | N
     below_one = -act(-1.0)
     alpha = exact(log(1 / below_one - 1)) if 0 < below_one < 1 else 1.0
     points = [-3.0, -1.0, -0.5, 0.25, 0.5]
-    found = torch.tensor([act(x) for x in points], dtype=torch.float64)
-    inputs = torch.tensor(points, dtype=torch.float64)
+    found = torch.tensor([act(x) for x in points], dtype=torch.float64, device="cpu")
+    inputs = torch.tensor(points, dtype=torch.float64, device="cpu")
     name = min(ACTIVATIONS, key=lambda n: (_act(n, alpha, inputs) - found).abs().max().item())
     if name != "silu":
         alpha = 1.0
@@ -338,7 +338,12 @@ def _gate_difference(spec: ExpertsSpec, gate_of: Gate) -> float:
     """The greatest difference, relative above one, on a grid over ±20 and well beyond every limit."""
     limits = [x for x in (spec.gate_max, spec.up_limit) if x < inf]
     reach = max([20.0, *(2 * x for x in limits)])
-    line = torch.cat([torch.linspace(-20, 20, 56), torch.linspace(-reach, reach, 43)]).double()
+    line = torch.cat(
+        [
+            torch.linspace(-20, 20, 56, dtype=torch.float32, device="cpu"),
+            torch.linspace(-reach, reach, 43, dtype=torch.float32, device="cpu"),
+        ]
+    ).double()
     pairs = torch.meshgrid(line, line.flip(0), indexing="ij")
     gate, up = (x.reshape(-1, spec.intermediate_size) for x in pairs)
     want = activate(spec, gate if spec.has_gate else None, up)
@@ -350,11 +355,11 @@ def _forward_difference(module: nn.Module, spec: ExpertsSpec) -> float:
     random = torch.Generator("cpu").manual_seed(0)
 
     def gaussian(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random, dtype=torch.float64)
+        return torch.randn(shape, generator=random, dtype=torch.float64, device="cpu")
 
     parameters = {name: gaussian(*shape) for name, shape in parameter_shapes(spec).items()}
     x, weights = gaussian(7, spec.hidden_size), gaussian(7, 2)
-    index = torch.tensor([[0, 1], [2, 1], [1, 0], [2, 0], [0, 2], [1, 2], [2, 1]])
+    index = torch.tensor([[0, 1], [2, 1], [1, 0], [2, 0], [0, 2], [1, 2], [2, 1]], device="cpu")
     cut: dict[tuple[str, int], Tensor] = {}
     for name, tensor in parameters.items():
         cut |= {(projection, e): view for projection, e, view in views(spec, name, tensor, None, None)}
@@ -375,13 +380,17 @@ def _gate_of(module: nn.Module, spec: ExpertsSpec) -> Gate:
     """The module's gate alone: identity matrices on both sides of it, one expert, weight one."""
     parameters = {}
     for name, (e, *shape) in parameter_shapes(spec).items():
-        matrix = torch.zeros(shape[0]) if name.endswith("_bias") else torch.eye(*shape)
+        matrix = (
+            torch.zeros(shape[0], dtype=torch.float32, device="cpu")
+            if name.endswith("_bias")
+            else torch.eye(*shape, dtype=torch.float32, device="cpu")
+        )
         parameters[name] = matrix.double().expand(e, *shape).contiguous()
 
     def alone(gate: Tensor, up: Tensor) -> Tensor:
         x = _join(spec, gate, up) if spec.has_gate else functional.pad(up, (0, up.shape[1]))
-        index = torch.zeros(x.shape[0], 1, dtype=torch.int64)
-        weights = torch.ones(x.shape[0], 1, dtype=torch.float64)
+        index = torch.zeros(x.shape[0], 1, dtype=torch.int64, device="cpu")
+        weights = torch.ones(x.shape[0], 1, dtype=torch.float64, device="cpu")
         return _run(module, spec, parameters, x, index, weights)[:, : spec.intermediate_size]
 
     return alone
@@ -405,7 +414,7 @@ def _run(
     sizes |= {"hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size}
     small = twin.of(module, tensors=parameters, attributes=sizes | {"expert_dim": spec.intermediate_size})
     rows = twin.run_eager(small, x.repeat(spec.num_experts, 1)).view(spec.num_experts, *x.shape)
-    return (weights[..., None] * rows[index, torch.arange(len(x))[:, None]]).sum(1)
+    return (weights[..., None] * rows[index, torch.arange(len(x), device="cpu")[:, None]]).sum(1)
 
 
 def _join(spec: ExpertsSpec, gate: Tensor, up: Tensor) -> Tensor:
@@ -413,4 +422,4 @@ def _join(spec: ExpertsSpec, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _row(value: float) -> Tensor:
-    return torch.full((1, 3), value, dtype=torch.float64)
+    return torch.full((1, 3), value, dtype=torch.float64, device="cpu")

@@ -99,7 +99,7 @@ def at_positions(spec: LatentSpec, module: Any, q: Tensor, positions: Tensor) ->
     """Queries q [b, heads, m, n] at positions [b or 1, m], as the spec has them. module: holds `softmax_scaling`."""
     if spec.tuned is not None:
         every, factor = spec.tuned
-        times = 1 + factor * torch.log(1 + torch.floor(positions / every))
+        times = 1 + factor * torch.log(1 + torch.floor(positions.float() / every))
         q = q * times[:, None, :, None].to(q.dtype)
     return grown(getattr(module, GROWTH), q, positions) if spec.grows else q
 

@@ -39,7 +39,7 @@ class _Answering(nn.Module):
         super().__init__()
         plain = {k: v for k, v in vars(experts).items() if isinstance(v, (int, float, str))}
         self.__dict__.update(plain)
-        self.answer = torch.empty(0)
+        self.answer = torch.empty(0, dtype=torch.float32, device="cpu")
         self.calls: list[tuple[tuple[int, ...], ...]] = []
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -73,14 +73,14 @@ def _run(block: nn.Module, name: str, hidden_size: int) -> BlockSpec | Support:
     random = torch.Generator("cpu").manual_seed(0)
     stand_in = _Answering(block.get_submodule(name))
     small = twin.filled(block, random, {name: stand_in})
-    x = torch.randn(_BATCH, 1, hidden_size, generator=random)
+    x = torch.randn(_BATCH, 1, hidden_size, generator=random, dtype=torch.float32, device="cpu")
 
     def answer(value: Tensor) -> Tensor:
         stand_in.answer = value
         out = twin.run(small, x)
         return out[0] if isinstance(out, tuple) else out
 
-    delta = torch.randn(_BATCH, hidden_size, generator=random)
+    delta = torch.randn(_BATCH, hidden_size, generator=random, dtype=torch.float32, device="cpu")
     alone, together = answer(torch.zeros_like(delta)), answer(delta)
     if len(stand_in.calls) != 2:
         return Support.no(f"it calls its experts {len(stand_in.calls) // 2} times for one input")

@@ -109,10 +109,13 @@ def probe_without_weight(module: nn.Module, size: int) -> float | Support:
         with twin.on_cpu():
             alone, random = twin.of(module), torch.Generator("cpu").manual_seed(0)
             x, ones = (
-                torch.randn(3, size, generator=random, dtype=torch.float32),
-                torch.ones(size, dtype=torch.float32),
+                torch.randn(3, size, generator=random, dtype=torch.float32, device="cpu"),
+                torch.ones(size, dtype=torch.float32, device="cpu"),
             )
-            x, tiny = torch.cat([x, 1e-3 * x, 30 * x]), torch.full((1, size), 2.0**-60, dtype=torch.float32)
+            x, tiny = (
+                torch.cat([x, 1e-3 * x, 30 * x]),
+                torch.full((1, size), 2.0**-60, dtype=torch.float32, device="cpu"),
+            )
             scale = (alone(tiny) / tiny).median().item()
             epsilon = float(f"{scale**-2:.6g}") if math.isfinite(scale) and scale > 0 else math.nan
             difference = (alone(x) - formula(x, ones, epsilon)).abs().max().item()
@@ -127,9 +130,13 @@ def probe_without_weight(module: nn.Module, size: int) -> float | Support:
 
 def _compare_centred(module: nn.Module, n: int, has_bias: bool) -> LayerNormSpec | Support:
     random = torch.Generator("cpu").manual_seed(0)
-    weight = torch.randn(n, generator=random, dtype=torch.float32) + 2.0
-    bias = torch.randn(n, generator=random, dtype=torch.float32) if has_bias else torch.zeros(n)
-    rows = torch.randn(3, n, generator=random, dtype=torch.float32) + 0.5
+    weight = torch.randn(n, generator=random, dtype=torch.float32, device="cpu") + 2.0
+    bias = (
+        torch.randn(n, generator=random, dtype=torch.float32, device="cpu")
+        if has_bias
+        else torch.zeros(n, dtype=torch.float32, device="cpu")
+    )
+    rows = torch.randn(3, n, generator=random, dtype=torch.float32, device="cpu") + 0.5
     x = torch.cat([rows * size for size in (1.0, 1e-3, 30.0)])
 
     def run(x: Tensor, bias: Tensor) -> Tensor:
@@ -140,8 +147,12 @@ def _compare_centred(module: nn.Module, n: int, has_bias: bool) -> LayerNormSpec
         return found
 
     # With differences far below sqrt(ε), y is weight * (x - mean(x)) / sqrt(ε) where there is no bias.
-    tiny = 2.0**-60 * torch.where(torch.arange(n) % 2 == 0, 1.0, -1.0)[None]
-    scale = (run(tiny, torch.zeros(n)) / (weight * (tiny - tiny.mean()))).median().item()
+    tiny = (2.0**-60 * (1.0 - torch.arange(n, dtype=torch.float32, device="cpu") % 2 * 2))[None]
+    scale = (
+        (run(tiny, torch.zeros(n, dtype=torch.float32, device="cpu")) / (weight * (tiny - tiny.mean())))
+        .median()
+        .item()
+    )
     if not (math.isfinite(scale) and scale > 0):
         return Support.no("it is no layer norm")
     epsilon = float(f"{scale**-2:.6g}")
@@ -176,11 +187,11 @@ def probe_of_one_input(module: nn.Module) -> RmsNormSpec | Support:
 
 def _compare(module: nn.Module, n: int) -> RmsNormSpec | Support:
     random = torch.Generator("cpu").manual_seed(0)
-    values = torch.randn(n, generator=random, dtype=torch.float32) + 2.0
-    rows = torch.randn(3, n, generator=random, dtype=torch.float32)
+    values = torch.randn(n, generator=random, dtype=torch.float32, device="cpu") + 2.0
+    rows = torch.randn(3, n, generator=random, dtype=torch.float32, device="cpu")
     x = torch.cat([rows * size for size in (1.0, 1e-3, 30.0)])
     # With x far below sqrt(ε), y is weight * x / sqrt(ε).
-    tiny = torch.full((1, n), 2.0**-60, dtype=torch.float32)
+    tiny = torch.full((1, n), 2.0**-60, dtype=torch.float32, device="cpu")
     ratio, want = _run(module, values, tiny) / tiny, _run(module, values, x)
     differences = []
     for offset in (0.0, 1.0):

@@ -172,7 +172,7 @@ def _compare(module: nn.Module) -> RouterSpec | Support:
     random = torch.Generator("cpu").manual_seed(0)
 
     def gaussian(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random)
+        return torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
 
     n, k = module.get_parameter("weight").shape
     has_bias = "bias" in _shapes(module)
@@ -229,10 +229,19 @@ def _in_fp32(module: nn.Module) -> RouterSpec | Support:
 def _is_same_in_bf16(module: nn.Module) -> bool:
     random = torch.Generator("cpu").manual_seed(0)
     n, k = module.get_parameter("weight").shape
-    drawn = {name: torch.randn(p.shape, generator=random).bfloat16() for name, p in module.named_parameters()}
-    buffers = {name: torch.randn(b.shape, generator=random) * 0.1 for name, b in module.named_buffers()}
-    x = torch.randn(7, k, generator=random).bfloat16()
-    beside = [0.1 * torch.randn(n, generator=random) for _ in _corrections(module)]
+    drawn = {
+        name: torch.randn(p.shape, generator=random, dtype=torch.float32, device="cpu").bfloat16()
+        for name, p in module.named_parameters()
+    }
+    buffers = {
+        name: torch.randn(b.shape, generator=random, dtype=torch.float32, device="cpu") * 0.1
+        for name, b in module.named_buffers()
+    }
+    x = torch.randn(7, k, generator=random, dtype=torch.float32, device="cpu").bfloat16()
+    beside = [
+        0.1 * torch.randn(n, generator=random, dtype=torch.float32, device="cpu")
+        for _ in _corrections(module)
+    ]
     narrow, wide = (
         _tensors(twin.of(module, tensors={**drawn, **buffers, "weight": weight})(x, *beside))
         for weight in (drawn["weight"], drawn["weight"].float())

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ktinject.operators.probes.defaults import Defaults, exact_products
+
 Module = TypeVar("Module", bound=nn.Module)
 
 # What a module changes in place where tensors, children and hooks come and go.
@@ -96,14 +98,14 @@ def filled(
     others = {name: filled(child, random) for name, child in module.named_children() if name not in given}
     twin = of(module, {**others, **given}, hooks=False)
     # A repeated pattern, since a shared expert of a large model would take a second to draw.
-    pattern = torch.rand(4099, generator=random) - 0.5
+    pattern = torch.rand(4099, generator=random, dtype=torch.float32, device="cpu") - 0.5
     kinds: list[dict[str, Any]] = [twin._parameters, twin._buffers]
     for tensors in kinds:
         for name, tensor in tensors.items():
             if tensor is None:
                 continue
             if not tensor.is_floating_point():
-                tensors[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
+                tensors[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
                 continue
             small = pattern / max(1, tensor.shape[-1] if tensor.dim() > 1 else 1) ** 0.5
             value = small.repeat(tensor.numel() // len(small) + 1)[: tensor.numel()].view(tensor.shape)
@@ -132,7 +134,7 @@ def small(module: Any, sizes: Mapping[str, int], *args: Any) -> nn.Module:
     random = torch.Generator().manual_seed(0)
     for parameter in twin.double().parameters():
         parameter.requires_grad_(False)
-        noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+        noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64, device="cpu")
         parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 else noise * parameter.shape[-1] ** -0.5)
     return twin.eval()
 
@@ -183,6 +185,15 @@ def run_eager(twin: Any, *args: Any) -> Any:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Within, tensors are made on the CPU, also inside `with torch.device("meta")`, and no gradients are recorded."""
-    with torch.no_grad(), torch.device("cpu"):
+    """Within, on this thread: tensors are made on the CPU and floats in fp32, whatever the defaults are; random numbers
+    come from a generator of its own; no gradients are recorded, nothing is cast (autocast) or multiplied less exactly,
+    and tensors may be used outside of inference mode."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+        Defaults(),
+        exact_products(),
+    ):
         yield

@@ -44,7 +44,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float)
     q, k, v = (x.reshape(b * h, -1, x.shape[-1]) for x in (q.to(wide), k.to(wide), v))
     out = v.new_empty(b * h, m, v.shape[-1])
     rows = max(1, min(_ROWS, m, MOST_BYTES // (b * h * s * wide.itemsize)))
-    later = torch.full((rows, rows), -torch.inf, dtype=wide).triu(1)
+    later = torch.full((rows, rows), -torch.inf, dtype=wide, device="cpu").triu(1)
     unused = q.new_empty(()).expand(b * h, rows, s)
     for first in range(0, m, rows):
         last = min(first + rows, m)

@@ -55,8 +55,12 @@ class Singles(NamedTuple):
 
     @classmethod
     def of(cls, texts: Sequence[Text], longest: int) -> Singles:
-        bounds = torch.tensor([[text.queries.start, text.keys.start, text.keys.stop - 1] for text in texts])
-        keys = bounds[:, 1:2] + torch.arange(longest)
+        bounds = torch.tensor(
+            [[text.queries.start, text.keys.start, text.keys.stop - 1] for text in texts],
+            dtype=torch.int64,
+            device="cpu",
+        )
+        keys = bounds[:, 1:2] + torch.arange(longest, device="cpu")
         return cls(bounds[:, 0], keys.minimum(bounds[:, 2:]), (keys <= bounds[:, 2:])[:, None, None])
 
     def of_each(self, part: Tensor) -> Tensor:

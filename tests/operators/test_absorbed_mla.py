@@ -383,6 +383,49 @@ def test_refused_masks_and_requests() -> None:
         attention.load("kv_b_proj.weight", x, None, None)
 
 
+def test_positions_of_one_dimension_are_refused_by_name() -> None:
+    """The unswapped model takes its heads for their first dimension, and fails, too."""
+    _, model = pair()
+    ids = torch.randint(3, 90, (1, 6))
+    with pytest.raises(
+        OperatorError, match=r"position_ids: found 1 dimensions; allowed: a tensor \[b or 1, 6\]"
+    ):
+        model(ids, position_ids=torch.arange(6))
+    with pytest.raises(OperatorError, match="position_ids"):
+        model.generate(ids, position_ids=torch.arange(6), max_new_tokens=2)
+    assert torch.equal(model(ids, position_ids=torch.arange(6)[None]).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_what_accelerate_has_offloaded_is_brought_back(where: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    plain, model = pair()
+    device = torch.device("cpu")
+    if where == "cpu":
+        accelerate.cpu_offload(model, execution_device=device)
+    else:
+        accelerate.disk_offload(model, str(tmp_path), execution_device=device)
+    assert model.model.layers[0].self_attn.kv_b_proj.weight.is_meta
+    asked = {"inputs": torch.randint(3, 90, (1, 9)), "max_new_tokens": 5, "do_sample": False}
+    with pytest.warns(UserWarning, match="kv_b_proj is offloaded"):
+        found = model.generate(**asked)
+    assert torch.equal(found, plain.generate(**asked))
+
+
+@pytest.mark.parametrize("prefill", ["expanded", "absorbed"])
+def test_compiled_as_one_graph_for_any_length(prefill: str) -> None:
+    """Of the second length on, the number of tokens is a symbol; and without a mask it says what is causal."""
+    _, model = pair(prefill=prefill)
+    attention = model.model.layers[0].self_attn
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="eager")
+    for count in (5, 9, 12, 1):
+        x, turn = torch.randn(1, count, 40), torch.randn(1, count, 8)
+        given = {"position_embeddings": (turn.cos(), turn.sin()), "attention_mask": None}
+        with torch.no_grad():
+            assert relative_error(compiled(x, **given)[0], attention(x, **given)[0]) < FP32
+
+
 def test_refused_rules() -> None:
     expansion = {
         "name": "expansion",

@@ -366,7 +366,9 @@ def check_finite(name: str, tensor: torch.Tensor, reader: Reader | None = None) 
 
 def place_of(tensor: torch.Tensor, flat: int) -> list[int]:
     """The indices of an element that stands at `flat` in order."""
-    return [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]
+    return [
+        int(i) for i in torch.unravel_index(torch.tensor(flat, dtype=torch.int64, device="cpu"), tensor.shape)
+    ]
 
 
 def refused(reader: Reader, key: str, found: str) -> CheckpointError:

@@ -66,9 +66,9 @@ def random_rows(kind: str, shape: Sequence[int]) -> GgufRows:
     """
     inputs, size, halves = _LAYOUT[kind.upper()]
     count = math.prod(shape) // inputs
-    drawn = torch.randint(0, 256, (min(count, _DRAWN_BLOCKS), size), dtype=torch.uint8)
+    drawn = torch.randint(0, 256, (min(count, _DRAWN_BLOCKS), size), dtype=torch.uint8, device="cpu")
     for half in halves:
-        drawn[:, half : half + 2] = torch.tensor([1e-4], dtype=torch.float16).view(torch.uint8)
+        drawn[:, half : half + 2] = torch.tensor([1e-4], dtype=torch.float16, device="cpu").view(torch.uint8)
     blocks = drawn.repeat(-(-count // len(drawn)), 1)[:count]
     return GgufRows(kind, blocks.view(*shape[:-1], -1), inputs, size)
 
@@ -137,7 +137,7 @@ def values(kind: str, rows: Tensor) -> Tensor:
     """rows [..., bytes] uint8 → [..., k] fp32."""
     inputs, size, _ = _LAYOUT[kind]
     each = rows.reshape(-1, size)
-    found = torch.empty(len(each), inputs)
+    found = torch.empty(len(each), inputs, dtype=torch.float32, device="cpu")
     decoder, step = _DECODERS[kind], _AT_ONCE // inputs
     for start in range(0, len(each), step):
         some = each[start : start + step]
@@ -146,7 +146,7 @@ def values(kind: str, rows: Tensor) -> Tensor:
     return found.view(*rows.shape[:-1], -1)
 
 
-_TWO_BITS = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+_TWO_BITS = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu")[:, None]
 
 
 def _nibbles(codes: Tensor, run: int) -> Tensor:
@@ -157,7 +157,7 @@ def _nibbles(codes: Tensor, run: int) -> Tensor:
 
 def _q5(each: Tensor, at: int) -> Tensor:
     """Codes of 5 bits whose upper ones, as bits in the order of the inputs, begin at byte `at`."""
-    fifth = each[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    fifth = each[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1
     return _nibbles(each[..., at + 4 :], 16) | fifth.flatten(-2) << 4
 
 
@@ -201,7 +201,7 @@ def _q4_k(each: Tensor, d: Tensor, m: Tensor) -> Tensor:
 
 def _q5_k(each: Tensor, d: Tensor, m: Tensor) -> Tensor:
     # Bit r of byte i belongs to input i of run r.
-    fifth = each[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    fifth = each[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8, device="cpu")[:, None] & 1
     return _k(each, _nibbles(each[..., 48:], 32) | fifth.flatten(-2) << 4, d, m)
 
 
@@ -214,7 +214,7 @@ def _q2_k(each: Tensor, d: Tensor, m: Tensor) -> Tensor:
 def _q3_k(each: Tensor, d: Tensor) -> Tensor:
     lower, upper = each[:, 96:104], each[:, 104:108]
     s = torch.cat((lower & 15, lower >> 4), -1) | (upper[:, None] >> _TWO_BITS & 3).flatten(1) << 4
-    third = each[:, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    third = each[:, None, :32] >> torch.arange(8, dtype=torch.uint8, device="cpu")[:, None] & 1
     codes = (_twos(each[:, 32:96]) | third.flatten(-2) << 2).float().sub_(4).unflatten(-1, (16, 16))
     return ((d * (s.float() - 32))[..., None] * codes).flatten(-2)
 

@@ -28,9 +28,11 @@ from torch import Tensor
 from ktinject.checkpoints.formats import gguf_books
 
 # Twice the values of e2m1 (OCP Microscaling Formats 1.0), and so half the power of two.
-_E2M1 = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
-_FOUR = torch.arange(0, 8, 2, dtype=torch.uint8)
-_EIGHT = torch.arange(8, dtype=torch.uint8)
+_E2M1 = torch.tensor(
+    [0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32, device="cpu"
+)
+_FOUR = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu")
+_EIGHT = torch.arange(8, dtype=torch.uint8, device="cpu")
 
 
 def _words(each: Tensor, dtype: torch.dtype) -> Tensor:
@@ -73,7 +75,7 @@ def iq4_xs(each: Tensor, d: Tensor) -> Tensor:
 
 def _seven_by_four(words: Tensor) -> Tensor:
     """[n, m] words → [n, 4 m, 8] signs, of seven bits each."""
-    places = words[..., None] >> torch.arange(0, 28, 7, dtype=torch.int32) & 127
+    places = words[..., None] >> torch.arange(0, 28, 7, dtype=torch.int32, device="cpu") & 127
     return gguf_books.even_signs()[places.flatten(1)]
 
 
@@ -116,7 +118,7 @@ def iq2_s(each: Tensor, d: Tensor) -> Tensor:
 
 def iq1_s(each: Tensor, d: Tensor) -> Tensor:
     words = _words(each[:, 34:], torch.int16).int()
-    upper = words[..., None] >> torch.arange(0, 12, 3, dtype=torch.int32) & 7
+    upper = words[..., None] >> torch.arange(0, 12, 3, dtype=torch.int32, device="cpu") & 7
     values = _look_up("IQ1_S", each[:, 2:34].int() | upper.flatten(1) << 8).unflatten(1, (8, 4))
     shift = 0.125 - 0.25 * (words >> 15 & 1).float()
     scale = d * (2 * (words >> 12 & 7).float() + 1)
@@ -126,7 +128,7 @@ def iq1_s(each: Tensor, d: Tensor) -> Tensor:
 def iq1_m_scale(each: Tensor) -> Tensor:
     """[n, 56] → [n, 1] fp16: d is in the upper four bits of four words, the lowest first."""
     words = _words(each[:, 48:], torch.int16).int() >> 12 & 15
-    number = (words << torch.arange(0, 16, 4, dtype=torch.int32)).sum(-1, keepdim=True)
+    number = (words << torch.arange(0, 16, 4, dtype=torch.int32, device="cpu")).sum(-1, keepdim=True)
     return number.to(torch.int16).view(torch.float16)
 
 
@@ -135,7 +137,7 @@ def iq1_m(each: Tensor, d: Tensor) -> Tensor:
     values = _look_up("IQ1_S", each[:, :32].int() | (four & 7).int() << 8).unflatten(1, (16, 2))
     shift = 0.125 - 0.25 * (four >> 3).float().unflatten(1, (16, 2))
     words = _words(each[:, 48:], torch.int16).int()
-    s = (words[..., None] >> torch.arange(0, 12, 3, dtype=torch.int32) & 7).flatten(1).float()
+    s = (words[..., None] >> torch.arange(0, 12, 3, dtype=torch.int32, device="cpu") & 7).flatten(1).float()
     return ((d * (2 * s + 1))[..., None, None] * (values + shift[..., None])).flatten(1)
 
 
@@ -153,7 +155,7 @@ def tq2_0(each: Tensor, d: Tensor) -> Tensor:
 
 def _digits(each: Tensor, run: int, count: int) -> Tensor:
     """Of every `run` bytes first the first digits, then the second ones, and so on."""
-    powers = torch.tensor([3**i for i in range(count)], dtype=torch.uint8)[:, None]
+    powers = torch.tensor([3**i for i in range(count)], dtype=torch.uint8, device="cpu")[:, None]
     fractions = each.unflatten(1, (-1, 1, run)) * powers  # of 256: what is above wraps around
     return (fractions.short() * 3 >> 8).flatten(1)
 

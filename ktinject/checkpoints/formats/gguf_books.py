@@ -186,25 +186,25 @@ def book(kind: str) -> Tensor:
     text, values, count = _BOOKS[kind]
     words = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int16).int()
     bits = 2 if len(values) == 3 else 3
-    places = (words[:, None] >> torch.arange(0, bits * count, bits)) & ((1 << bits) - 1)
-    return torch.tensor(values)[places]
+    places = (words[:, None] >> torch.arange(0, bits * count, bits, device="cpu")) & ((1 << bits) - 1)
+    return torch.tensor(values, dtype=torch.float32, device="cpu")[places]
 
 
 @cache
 def iq4() -> Tensor:
     """[16] fp32: what the codes of IQ4_NL and IQ4_XS stand for."""
-    return torch.tensor(_IQ4, dtype=torch.float32)
+    return torch.tensor(_IQ4, dtype=torch.float32, device="cpu")
 
 
 @cache
 def signs() -> Tensor:
     """[256, 8] fp32, 1 or -1: bit i of a byte says whether value i is negative."""
-    return 1.0 - 2.0 * (torch.arange(256)[:, None] >> torch.arange(8) & 1).float()
+    return 1.0 - 2.0 * (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1).float()
 
 
 @cache
 def even_signs() -> Tensor:
     """[128, 8] fp32, 1 or -1, of the seven bits that stand for eight signs."""
-    seven = torch.arange(128)
-    ones = (seven[:, None] >> torch.arange(7) & 1).sum(1)
+    seven = torch.arange(128, device="cpu")
+    ones = (seven[:, None] >> torch.arange(7, device="cpu") & 1).sum(1)
     return signs()[seven | (ones & 1) << 7]

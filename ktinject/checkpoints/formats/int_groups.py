@@ -59,7 +59,7 @@ def group_size_of(reader: Reader, scales: str, k: int, groups: int, varied: bool
 
 def group_table(reader: Reader, key: str, k: int, size: int, g_idx: Tensor | None) -> Tensor | None:
     """The group of each input; None if groups are equal and in order. Raises CheckpointError for one that is absent."""
-    in_order = torch.arange(k) // size
+    in_order = torch.arange(k, device="cpu") // size
     if g_idx is None:
         return None if k % size == 0 else in_order
     if bool(g_idx.min() < 0) or bool(g_idx.max() >= -(-k // size)):

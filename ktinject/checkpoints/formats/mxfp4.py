@@ -19,7 +19,11 @@ GROUP = 32
 ENCODING, EXACT_IN = "mxfp4", ("bf16", "mxfp4")
 BYTES = GROUP // 2
 MOST_SCALE = 252  # 6 · 2^125 is the largest that bf16 holds; 255 stands for NaN
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_E2M1 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0],
+    dtype=torch.float32,
+    device="cpu",
+)
 
 
 def values(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def attend(
     elif mask.shape not in ((b, 1, m, s), (1, 1, m, s)) or mask.dtype not in (torch.bool, q.dtype):
         return None
     is_added = mask is not None and mask.dtype != torch.bool
-    out = torch.empty(b, m, h, v.shape[3], dtype=q.dtype)
+    out = torch.empty(b, m, h, v.shape[3], dtype=q.dtype, device="cpu")
     is_whole = _native.attend_prompt(
         q=q.transpose(1, 2),
         k=k.transpose(1, 2),
@@ -107,12 +107,13 @@ def eager(own: Callable[..., Any]) -> Callable[..., Any] | None:
         return None
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(1, heads, tokens, 8, generator=generator) for heads, tokens in ((4, 5), (2, 7), (2, 7))
+        torch.randn(1, heads, tokens, 8, generator=generator, dtype=torch.float32, device="cpu")
+        for heads, tokens in ((4, 5), (2, 7), (2, 7))
     )
-    mask = torch.zeros(1, 1, 5, 7).masked_fill_(
-        torch.ones(5, 7).triu(3).bool(), torch.finfo(torch.float32).min
+    mask = torch.zeros(1, 1, 5, 7, dtype=torch.float32, device="cpu").masked_fill_(
+        torch.ones(5, 7, dtype=torch.float32, device="cpu").triu(3).bool(), torch.finfo(torch.float32).min
     )
-    sinks = torch.randn(4, generator=generator)
+    sinks = torch.randn(4, generator=generator, dtype=torch.float32, device="cpu")
     for given in (None, sinks):
         module = SimpleNamespace(num_key_value_groups=2, training=False)
         if given is not None:

@@ -78,11 +78,11 @@ def _gated_delta(
     b, _, heads, size = value.shape
     shape = (b, heads, query.shape[3], size)
     if initial_state is None:
-        states = torch.zeros(shape)
+        states = torch.zeros(shape, dtype=torch.float32, device="cpu")
     else:
         # What the cache holds stays as it is until it is given the new states.
         states = initial_state.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    out = torch.empty(value.shape, dtype=value.dtype)
+    out = torch.empty(value.shape, dtype=value.dtype, device="cpu")
     _native.delta_prompt(
         q=_together(query),
         k=_together(key),
@@ -103,7 +103,7 @@ def _together(x: Tensor) -> Tensor:
 
 
 def _random(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _convolves(theirs: Any, ours: Any) -> bool:

@@ -81,7 +81,7 @@ class Proof:
 
 
 class NativeDecoder:
-    """The model on one token a row, as `graph.Forward`.
+    """The model on one token a row, as `graph_runner.Forward`.
 
     is_proven  whether all layers have agreed, so that steps run natively
     support    whether they may: no, and why, once a layer is unknown or has disagreed
@@ -102,6 +102,11 @@ class NativeDecoder:
             self.support = Support.no(str(error))
             return
         self._unproven = dict.fromkeys(range(len(self._layers)), TRIES)  # layer → tries left
+
+    @property
+    def embedded(self) -> int:
+        """How many tokens the model embeds."""
+        return int(self._layers.embed.weight.shape[0])
 
     @property
     def masks(self) -> Masks:
@@ -261,7 +266,10 @@ class NativeDecoder:
         if cache not in self._caches:
             # Of a layer that keeps nothing, one that nobody reads. A convolution has its last inputs alone, and few
             # layers the keys of an index.
-            tensors = [tensors_of(layer) or (torch.empty(1, 1, 1),) for layer in cache.layers]
+            tensors = [
+                tensors_of(layer) or (torch.empty(1, 1, 1, dtype=torch.float32, device="cpu"),)
+                for layer in cache.layers
+            ]
             kinds = self._layers.kinds
             indexes = [one[2] if kind.indexed and len(one) > 2 else None for kind, one in zip(kinds, tensors)]
             parts = [_parts_of(layer) for layer in cache.layers]

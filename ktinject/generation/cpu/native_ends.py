@@ -113,8 +113,8 @@ def read_as(model: Any, path: str, name: str, vocabulary: int) -> Tensor | None:
     stub = _standing_in(module.get_submodule(name), embed)
     language = twin.of(module, {name: stub}, hooks=False)
     vars(language)["forward"] = stop
-    ids = torch.arange(vocabulary)[None]
-    with _tried_out() as reached, torch.no_grad():
+    ids = torch.arange(vocabulary, device="cpu")[None]
+    with _tried_out() as reached, twin.on_cpu():
         twin.around(model, path, language, without=("ktinject_decoding",), hooks=False)(
             input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False
         )
@@ -135,7 +135,7 @@ def embedding_scale(module: nn.Module, name: str, streams: int = 1) -> Scale:
     streams  that the first layer gets: all the same
     Raises  UnknownLayer where it makes something else of them, or cannot be tried out
     """
-    given = torch.linspace(-3, 3, 16, dtype=torch.float64).view(1, 1, -1)
+    given = torch.linspace(-3, 3, 16, dtype=torch.float64, device="cpu").view(1, 1, -1)
 
     def stop(*args: Any, **kwargs: Any) -> None:
         raise _Reached(args[0] if args else kwargs.get("hidden_states"))
@@ -145,7 +145,7 @@ def embedding_scale(module: nn.Module, name: str, streams: int = 1) -> Scale:
     first = twin.of(layers, {"0": _standing_in(layers[0], stop)}, hooks=False)
     changed = twin.of(module, {name: embed, "layers": first}, hooks=False)
     with _tried_out() as reached, twin.on_cpu():
-        twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+        twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64, device="cpu"), use_cache=False)
     found = next(iter(reached), None)
     if streams > 1 and isinstance(found, Tensor) and found.shape == (1, 1, streams, given.shape[-1]):
         found = found[:, :, 0] if torch.equal(found, found[:, :, :1].expand_as(found)) else None
@@ -177,14 +177,17 @@ def widened_kinds(module: nn.Module, embed: str, rotary: str) -> tuple[str, ...]
 
     layers: Any = module.get_submodule("layers")
     stubs = {
-        embed: _standing_in(module.get_submodule(embed), lambda ids: torch.zeros(*ids.shape, 8).bfloat16()),
+        embed: _standing_in(
+            module.get_submodule(embed),
+            lambda ids: torch.zeros(*ids.shape, 8, dtype=torch.float32, device="cpu").bfloat16(),
+        ),
         rotary: _standing_in(own, asked),
         "layers": twin.of(layers, {"0": _standing_in(layers[0], stop)}, hooks=False),
     }
     with _tried_out(), twin.on_cpu():
         twin.run(
             twin.of(module, stubs, hooks=False),
-            input_ids=torch.zeros(1, 1, dtype=torch.int64),
+            input_ids=torch.zeros(1, 1, dtype=torch.int64, device="cpu"),
             use_cache=False,
         )
     return tuple(sorted(found))
@@ -224,12 +227,14 @@ def query_powers(module: nn.Module, embed: str, rotary: str) -> list[tuple[float
 
     own: Any = module.get_submodule(embed)
     stubs = {
-        embed: _standing_in(own, lambda ids: torch.zeros(*ids.shape, own.embedding_dim)),
+        embed: _standing_in(
+            own, lambda ids: torch.zeros(*ids.shape, own.embedding_dim, dtype=torch.float32, device="cpu")
+        ),
         "layers": twin.of(layers, {str(index): alone(index, layer) for index, layer in enumerate(layers)}),
     }
     if rotary in dict(module.named_children()):
         stubs[rotary] = _standing_in(module.get_submodule(rotary), lambda x, *_, **__: (x, x))
-    positions = torch.tensor([_POSITIONS])
+    positions = torch.tensor([_POSITIONS], dtype=torch.int64, device="cpu")
     with _tried_out(), twin.on_cpu():
         twin.run(
             twin.of(module, stubs, hooks=False),
@@ -244,7 +249,7 @@ def _power(given: Any) -> tuple[float, float]:
     """What queries are multiplied with at `_POSITIONS`, or None. Raises UnknownLayer."""
     if given is None:
         return NO_POWER
-    places = torch.tensor(_POSITIONS, dtype=torch.float64) + 1
+    places = torch.tensor(_POSITIONS, dtype=torch.float64, device="cpu") + 1
     for every, exponent in _POWERS:
         want = (1 + places / every) ** exponent
         if given.numel() == want.numel() and torch.allclose(given.flatten().double(), want, rtol=1e-5):
@@ -281,7 +286,7 @@ def logits_scale(model: Any, path: str) -> Scale | Cap:
 
     Where it does something else, or cannot be tried out, nothing is taken to be done: the first step compares.
     """
-    given = torch.linspace(-3, 3, 16, dtype=torch.float64).view(1, 1, -1)
+    given = torch.linspace(-3, 3, 16, dtype=torch.float64, device="cpu").view(1, 1, -1)
     try:
         name = path.partition(".")[0]
         base: nn.Module = model.get_submodule(name)
@@ -289,7 +294,9 @@ def logits_scale(model: Any, path: str) -> Scale | Cap:
         held = {name: inner, "lm_head": _standing_in(model.lm_head, lambda x: x)}
         with twin.on_cpu():
             changed = twin.of(model, held, without=("ktinject_decoding",), hooks=False)
-            logits = twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+            logits = twin.run(
+                changed, input_ids=torch.zeros(1, 1, dtype=torch.int64, device="cpu"), use_cache=False
+            ).logits
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         for capped in (Cap(cap), Cap(cap, is_wide=True)) if isinstance(cap, (int, float)) and cap else ():
             if logits.dtype == capped(given).dtype and torch.equal(capped(given), logits):
@@ -310,7 +317,7 @@ def casts_for_head(model: Any, path: str) -> bool:
         seen.append(x.dtype)
         return x
 
-    given, head = torch.ones(1, 1, 16, dtype=torch.bfloat16), Stub(note)
+    given, head = torch.ones(1, 1, 16, dtype=torch.bfloat16, device="cpu"), Stub(note)
     try:
         name = path.partition(".")[0]
         base: nn.Module = model.get_submodule(name)
@@ -319,7 +326,7 @@ def casts_for_head(model: Any, path: str) -> bool:
             changed = twin.of(
                 model, {name: inner, "lm_head": head}, without=("ktinject_decoding",), hooks=False
             )
-            twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+            twin.run(changed, input_ids=torch.zeros(1, 1, dtype=torch.int64, device="cpu"), use_cache=False)
     except Exception:  # transformers' own code, given what it may not be made for
         return False
     return seen == [head.weight.dtype]

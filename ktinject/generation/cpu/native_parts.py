@@ -61,7 +61,7 @@ def norm(spec: NormSpec | None, owner: nn.Module, dtype: torch.dtype) -> Any:
     module = owner.get_submodule(spec.path)
     rms = spec.rms
     if not spec.has_weight:
-        return _native.Norm(torch.ones(rms.size, dtype=dtype), rms.epsilon)
+        return _native.Norm(torch.ones(rms.size, dtype=dtype, device="cpu"), rms.epsilon)
     weight = module.get_parameter("weight").detach()
     if isinstance(rms, LayerNormSpec):
         bias = module.get_parameter("bias").detach() if rms.has_bias else None

@@ -48,21 +48,24 @@ class Rotations:
                 )
         self._kind = [self._names.index(name) if name in self._names else -1 for name in types]
         buffers = ["_".join((name, "inv_freq")) for name in self._names] if self._by_kind else ["inv_freq"]
-        self._frequencies = [getattr(rotary, name, torch.empty(0)).shape[-1] for name in buffers]
+        self._frequencies = [
+            getattr(rotary, name, torch.empty(0, dtype=torch.float32, device="cpu")).shape[-1]
+            for name in buffers
+        ]
         try:
             found = self._find_axes(x)
         except (TypeError, AttributeError, KeyError) as error:
             name = type(rotary).__name__
             raise UnknownLayer(f"its {name} is called in another way: {error}") from None
         # Whether the two values of an angle lie beside each other, as Cohere has them; of angles of 0 nothing shows.
-        turned = self(x, torch.ones(1, 1, dtype=torch.int64))
+        turned = self(x, torch.ones(1, 1, dtype=torch.int64, device="cpu"))
         self._interleaved = [_is_interleaved(cos, n) for (cos, _), n in zip(turned, self._frequencies)]
         self._widths = [self._doubled(one, kind)[0].shape[-1] for kind, one in enumerate(found)]
         self._count = _AHEAD if self._goes_by_position(x) else 1
 
     def _find_axes(self, x: Tensor) -> Rotation:
         """How the rotary embedding takes positions: that of text and images needs three in some versions."""
-        positions = torch.zeros(1, 1, dtype=torch.int64)
+        positions = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
         try:
             return self(x, positions)
         except IndexError:
@@ -90,7 +93,7 @@ class Rotations:
         return self._table(x, first, self._count)
 
     def _table(self, x: Tensor, first: int, count: int) -> tuple[Tensor | None, Tensor | None]:
-        positions = torch.arange(first, first + count)[None]
+        positions = torch.arange(first, first + count, device="cpu")[None]
         return self.side_by_side(self(x, positions), 0)
 
     def _goes_by_position(self, x: Tensor) -> bool:

@@ -251,7 +251,7 @@ def showing_begun(
     ) -> tuple[Tensor, Tensor]:
         keys, _ = forward(hidden_states, q_residual, position_ids, cache, layer_idx)
         layer = cache.layers[layer_idx]
-        is_behind = torch.arange(keys.shape[2]) > layer.cache_position // layer.rate
+        is_behind = torch.arange(keys.shape[2], device="cpu") > layer.cache_position // layer.rate
         added = keys.new_zeros(len(keys), 1, 1, keys.shape[2]).masked_fill_(is_behind, float("-inf"))
         return keys, added
 

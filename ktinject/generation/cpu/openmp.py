@@ -50,7 +50,9 @@ def _teams(threads: int, cpus: int, environ: Mapping[str, str]) -> int:
 
 
 def _hold_team(started: threading.Event) -> None:
-    torch.zeros(_PARALLEL_VALUES).add_(1)  # the team lives as long as this thread
+    torch.zeros(_PARALLEL_VALUES, dtype=torch.float32, device="cpu").add_(
+        1
+    )  # the team lives as long as this thread
     started.set()
     threading.Event().wait()
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ktinject.generation.cpu import attention_prompts, linear_prompts, openmp
+from ktinject.operators.probes import twin
 
 logger = logging.getLogger("ktinject")
 
@@ -73,7 +74,7 @@ def either(own: Callable[..., Any], make: Make, where: str) -> Any:
     def replacement() -> Callable[..., Any] | None:
         token = _in_request.set(False)
         try:
-            with openmp.one_thread(), torch.no_grad():
+            with openmp.one_thread(), twin.on_cpu():
                 found = make(inspect.unwrap(own))
         except TypeError:  # it takes other arguments
             found = None

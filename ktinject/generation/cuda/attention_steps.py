@@ -17,6 +17,7 @@ from ktinject.generation.cuda.projections import Step, norm_of, project, weight_
 from ktinject.generation.layer_spec import AttentionSpec, GroupedAttentionSpec, LatentAttentionSpec
 from ktinject.hf import compat
 from ktinject.operators.absorbed_mla import AbsorbedMla
+from ktinject.operators.probes import twin
 
 
 class _Attention:
@@ -79,11 +80,12 @@ def _takes_one_half(module: Any) -> bool:
     If this is wrong, the first step finds out: it compares.
     """
     rotate: Any = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("apply_rotary_pos_emb")
-    q, turn = torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), torch.tensor([[[0.0, 0.0]]])
+    kind: Any = {"dtype": torch.float32, "device": "cpu"}
+    q, turn = torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]], **kind), torch.tensor([[[0.0, 0.0]]], **kind)
     try:
-        with torch.device("cpu"):
+        with twin.on_cpu():
             found, _ = rotate(q, q, turn, turn + 1)
-        return bool(torch.equal(found, torch.tensor([[[[-3.0, -4.0, 1.0, 2.0]]]])))
+        return bool(torch.equal(found, torch.tensor([[[[-3.0, -4.0, 1.0, 2.0]]]], **kind)))
     except Exception:  # transformers' own code, given what it may not be made for
         return False
 

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import models
+import prepared
 import pytest
 import torch
 from test_layer_kinds import WINDOW
@@ -228,3 +229,41 @@ class TestOnGpu:
             if {*counts} & {5, 7, 12}:
                 return
         raise AssertionError(f"no step had the tokens of prompts alone: {counts}")
+
+
+def test_models_of_one_config_have_its_attention_again_when_all_steps_are_over() -> None:
+    config = models.config("qwen3_moe", attn_implementation="sdpa")
+    first, second = (batching._attends_as(config, name) for name in ("ktinject_flash", "ktinject_flash"))
+    first.__enter__()
+    second.__enter__()
+    assert config._attn_implementation == "ktinject_flash"
+    first.__exit__(None, None, None)
+    assert config._attn_implementation == "ktinject_flash", "the other one is in its step"
+    second.__exit__(None, None, None)
+    assert config._attn_implementation == "sdpa" and not batching._renamed
+
+
+FORKED = """
+import os, threading
+from transformers import Qwen3MoeConfig
+from ktinject.generation import batching
+config = Qwen3MoeConfig(attn_implementation="sdpa")
+begun, end = threading.Event(), threading.Event()
+def step():
+    with batching._attends_as(config, "ktinject_flash"):
+        begun.set()
+        end.wait(60)
+thread = threading.Thread(target=step)
+thread.start()
+begun.wait()
+child = os.fork()
+if not child:
+    os._exit(config._attn_implementation != "sdpa")
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), config._attn_implementation)
+end.set()
+thread.join()
+"""
+
+
+def test_a_child_that_is_forked_within_a_step_has_the_config_s_attention() -> None:
+    assert prepared.run(FORKED, check=True).stdout == "0 ktinject_flash\n"

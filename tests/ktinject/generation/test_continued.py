@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import models
@@ -16,6 +16,7 @@ import ktinject
 from ktinject.errors import OperatorError
 from ktinject.generation import continued
 from ktinject.hf import compat
+from ktinject.support import Support
 
 torch.set_num_threads(1)
 SHAPE = {"batch_size": 2, "q_length": 5, "kv_length": 9, "q_offset": 4, "mask_function": causal_mask_function}
@@ -144,31 +145,92 @@ def test_another_attention_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert continued.support(model).reason == "attention runs as 'eager'"
 
 
-def test_modules_are_looked_at_once_while_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = ktinject.optimize(models.tiny("qwen3_moe"), "auto", devices=["cpu"], progress=False)
-    looks, own = [], continued._modules_support
-    monkeypatch.setattr(continued, "_modules_support", lambda model: looks.append(1) or own(model))
-    model.ktinject_decoding.model_support()  # looks at the model as it is
-    assert continued.support(model) and continued.support(model)
-    assert len(looks) == 1
-    model.model.embed_tokens = copy.copy(model.model.embed_tokens)
-    assert continued.support(model) and continued.support(model)
-    assert len(looks) == 3, "of a model that is not the one that was recorded, each time"
-    model.ktinject_decoding.model_support()
-    assert continued.support(model) and continued.support(model)
-    assert len(looks) == 4
+# Code that asks for the name of its attention: an index hides tokens under transformers' own names alone.
+ASKING = ["deepseek_v32", "glm_moe_dsa"]
 
 
-@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
-def test_code_that_asks_for_the_name_keeps_it(family: str) -> None:
-    """Tokens that an indexer did not choose are hidden under transformers' own name alone."""
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in ASKING else pytest.mark.nightly)
+        for family in models.AVAILABLE
+    ],
+)
+def test_a_second_turn_has_the_logits_of_transformers_attention(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model: Any = ktinject.optimize(models.tiny(family), "auto", devices=["cpu"], progress=False)
-    name = f"transformers.models.{family}.modeling_{family}"
-    assert continued.support(model).reason == (
-        f"{name} does something else where attention has another name than 'sdpa'"
+    ids = torch.randint(3, 60, (1, 30), generator=torch.Generator().manual_seed(0))
+
+    def logits(**more: Any) -> Tensor:
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :20], **{compat.CACHE: cache})
+        found = model.generate(
+            ids,
+            max_new_tokens=1,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **{compat.CACHE: cache},
+        )
+        return found.logits[0]
+
+    try:
+        found = logits()
+    except Exception as error:  # its caches are of another kind
+        pytest.skip(f"{type(error).__name__}: {error}")
+    monkeypatch.setattr(continued, "support", lambda _: Support.no("this is the comparison"))
+    torch.testing.assert_close(found, logits(), rtol=1e-4, atol=1e-5)
+
+
+def test_models_of_one_config_answer_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`from_config` takes the config itself. While a prompt of one model is read, it says what it said before."""
+    plain = models.tiny("qwen3_moe")
+    config, other = plain.config, type(plain)(plain.config).eval()
+    other.load_state_dict(plain.state_dict())
+    first, second = (
+        ktinject.optimize(model, "auto", devices=["cpu"], progress=False) for model in (plain, other)
     )
-    assert not continued.asks_for_stock("transformers.models.qwen3_moe.modeling_qwen3_moe")
-    assert continued.asks_for_stock("a.module.without.source")
+    assert first.config is config and second.config is config
+    ids = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0))
+
+    def written(model: Any) -> list[int]:
+        asked = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": 16}
+        found: list[int] = model.generate(ids, **asked)[0].tolist()
+        return found
+
+    want = written(first), first.ktinject_decoding.last, first.ktinject_decoding.reason
+    attend, met, seen = continued._attend, [], []
+
+    def meanwhile(*given: Any) -> Any:
+        if not met:  # within the first model's prompt
+            met.append(True)
+            seen.append(config._attn_implementation)
+            with ThreadPoolExecutor(1) as pool:
+                seen.append(pool.submit(written, second).result())
+            seen.append((second.ktinject_decoding.last, second.ktinject_decoding.reason))
+        return attend(*given)
+
+    monkeypatch.setattr(continued, "_attend", meanwhile)
+    assert written(first) == want[0]
+    assert seen == ["sdpa", want[0], want[1:]]
+    assert (first.ktinject_decoding.last, first.ktinject_decoding.reason) == want[1:]
+
+
+def test_other_threads_and_other_models_have_transformers_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = ktinject.optimize(models.tiny("qwen3_moe"), "auto", devices=["cpu"], progress=False)
+    assert continued.support(model)
+    calls: list[int] = []
+    own = continued.forward
+    monkeypatch.setattr(continued, "forward", lambda *args, **kwargs: calls.append(1) or own(*args, **kwargs))
+    ids, stock = torch.randint(3, 90, (1, 9)), models.tiny("qwen3_moe")
+    with continued.recognised(model):
+        model(ids)
+        assert len(calls) == 2
+        stock(ids)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(model, ids).result()
+    assert len(calls) == 2
 
 
 @pytest.mark.gpu

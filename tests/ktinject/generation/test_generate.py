@@ -308,6 +308,29 @@ def test_a_static_cache_that_was_asked_for_is_taken_over(with_runner: PreTrained
     )
 
 
+def test_each_reason_is_logged_once(with_runner: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    """Also of requests that run in the same way; reasons that differ in a number alone are the same."""
+    decoding = with_runner.ktinject_decoding
+    decoding.requests.clear()
+    decoding._logged.clear()
+
+    def logged(*arguments: dict[str, Any]) -> int:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "ktinject"):
+            for each in arguments:
+                with_runner.generate(**{**each, "max_new_tokens": 2})
+        return len(caplog.records)
+
+    assert logged(prompt(65), prompt(65), prompt(66)) == 1
+    handle = with_runner.lm_head.register_forward_hook(lambda *_: None)
+    try:
+        assert logged(prompt(), prompt(), prompt(65)) == 1
+        assert caplog.messages[-1].endswith("lm_head has forward hooks")
+    finally:
+        handle.remove()
+    assert decoding.requests["eager loop"] >= 6 and logged(prompt(65)) == 0
+
+
 def test_why_there_are_no_graphs_can_be_read(
     with_runner: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -317,7 +340,7 @@ def test_why_there_are_no_graphs_can_be_read(
         with_runner.generate(**{**prompt(1, padding=0), "max_new_tokens": 3, **changed})
         return decoding.reason
 
-    decoding.requests.clear()
+    decoding._logged.clear()
     with caplog.at_level(logging.WARNING, "ktinject"):
         assert "batch size 65" in reason(**prompt(65))
         assert "batch size 65" in reason(**prompt(65))

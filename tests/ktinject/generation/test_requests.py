@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from models import tiny
 from test_generate import prompt, stock
 from test_native_decoder import assert_same_tokens, sure, swapped
 from torch import Tensor, nn
 from transformers import PreTrainedModel, StoppingCriteria
 
+import ktinject
+from ktinject import OperatorError
 from ktinject.generation import sampling
 from ktinject.generation.cpu import native_decoder
 from ktinject.model_class import own_class
@@ -266,3 +269,43 @@ class TestRandomNumbers:
         sampler.choose(scores)
         assert draws == 2 and torch.equal(sampler.ids[:, 0], wanted)
         assert sampler.result.tolist() == [wanted.tolist(), [1, 1]] and sampler._length.item() == 2
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_end_tokens_in_a_list_of_lists_are_read_as_transformers_reads_them(
+    model: PreTrainedModel, do_sample: bool
+) -> None:
+    given = prompt(1, padding=0)
+    width = given["input_ids"].shape[1]
+    asked = {**given, "do_sample": do_sample, "max_new_tokens": 8, "eos_token_id": None}
+
+    def written(**more: Any) -> list[int]:
+        torch.manual_seed(5)
+        found: list[int] = model.generate(**{**asked, **more})[0, width:].tolist()
+        return found
+
+    end = written()[3]
+    plain, nested = written(eos_token_id=[end]), written(eos_token_id=[[end]])
+    assert nested == plain and nested[-1] == end and len(nested) < 8
+    assert written(eos_token_id=[[end]], min_new_tokens=7) == written(eos_token_id=[end], min_new_tokens=7)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"num_beams": 2}], ids=str)
+def test_a_token_that_the_model_does_not_embed_is_refused(is_native: bool, more: dict[str, Any]) -> None:
+    """A head may be wider than the embedding, where nothing beyond it is chosen."""
+    dtype = torch.bfloat16 if is_native else torch.float32
+    plain = tiny("qwen3_moe").to(dtype)
+    with torch.no_grad():
+        wide = nn.Linear(plain.lm_head.in_features, 128, bias=False, dtype=dtype)
+        wide.weight[:96].copy_(plain.lm_head.weight)
+        wide.weight[96:].copy_(8 * plain.lm_head.weight[:32])
+    plain.lm_head = wide
+    model: Any = ktinject.optimize(plain, "auto", devices=["cpu"], progress=False)
+    asked = {**prompt(1, padding=0), "max_new_tokens": 5, "eos_token_id": None, **more}
+    with pytest.raises(
+        OperatorError, match=r"it embeds 96 tokens, and its head scores 128\..*suppress_tokens"
+    ):
+        model.generate(**asked)
+    assert int(model.generate(**asked, suppress_tokens=[*range(96, 128)]).max()) < 96
+    assert ("native" in model.ktinject_decoding.last) == is_native, model.ktinject_decoding.reason

@@ -12,6 +12,7 @@ from double import EXPERTS, HeldExperts, machine, on_meta
 from transformers import PreTrainedConfig
 
 from ktinject import rules
+from ktinject.generation import own_caches
 from ktinject.generation.cache import FixedCache
 from ktinject.generation.cache_layers import kinds_of
 from ktinject.operators import register_operator
@@ -45,7 +46,8 @@ def planned(operator: str = "held_experts", **machine_of: Any) -> Plan:
 def test_the_cache_is_as_large_as_was_said(family: str) -> None:
     model = models.tiny(family)
     dtype = model.config.dtype
-    found = memory.cached_values(model)
+    kept = memory.cached_values(model)
+    found = None if kept is None else [each.values for each in kept]
     assert model.config.dtype == dtype
     # Aria's experts were two grouped products at first, which count their tokens on the CPU.
     if family in UNKNOWN or (family == "aria_text" and hasattr(models.leaf(model)[1], "fc1")):
@@ -94,7 +96,7 @@ def test_each_distinct_model_is_run_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(asked) == 2 * times, "shortened, and whole"
     monkeypatch.undo()
     halved = memory.cached_values(other)
-    assert found is not None and halved == [count // 2 for count in found]
+    assert found is not None and halved == [memory.Kept(each.values // 2) for each in found]
 
 
 def test_what_cannot_be_told_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,27 +157,40 @@ def test_layers_with_a_window_keep_no_more_than_it() -> None:
     assert memory._longest(4 * 128 * 2, memory.CacheSize({128: 4})) == memory._LONGEST, "it grows no more"
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text", "deepseek_v4", "afmoe", "qwen3_moe"])
+# One family for each kind of state: gated delta, Mamba-2, Mamba-1, lightning attention, convolution, Kimi's delta.
+STATES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {},
+    "minimax": {},
+    "lfm2_moe": {},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text", "deepseek_v4", "afmoe", "qwen3_moe", *STATES])
 def test_a_long_request_takes_what_its_cache_holds(family: str) -> None:
     """As decode steps hold it; what compressed keys are made of, which is of fixed size, is counted too wide."""
     if family not in models.AVAILABLE:
         pytest.skip(f"this transformers has no {family}")
-    model, tokens = models.tiny(family), 2048
+    model, tokens = models.tiny(family, **STATES.get(family, {})), 2048
     sizes = memory.cache_sizes([], model, memory.cached_values(model))
     counted = memory.CacheSize.sum(sizes.values()).of(tokens) / 2
     with torch.inference_mode():
         cache = model(input_ids=torch.randint(3, 60, (1, 3)), use_cache=True).past_key_values
-    held = FixedCache(cache, tokens, 1, model.device, kinds_of(model.config))
+    held = FixedCache(own_caches.as_dynamic(model, cache), tokens, 1, model.device, kinds_of(model.config))
     taken = sum(
         tensor.numel() * tensor.element_size()
         for index in range(len(held.layers))
         for tensor in (*held.with_room(index), *_compressed(held.compressed[index]))
     )
     assert taken <= counted <= taken * (3 if family == "deepseek_v4" else 1)
+    assert (family in STATES) == any(size.fixed for size in sizes.values())
     twice = memory.CacheSize.sum(sizes.values()).of(2 * tokens) / 2
-    assert (twice - counted) / tokens < memory.CacheSize.sum(
-        sizes.values()
-    ).per_token or family == "qwen3_moe"
+    assert (twice - counted) / tokens < memory.CacheSize.sum(sizes.values()).per_token or family in (
+        "qwen3_moe",
+        *STATES,
+    )
 
 
 def _compressed(kept: Any) -> list[torch.Tensor]:

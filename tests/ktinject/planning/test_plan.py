@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import ktinject
 from ktinject.errors import OperatorError, PlanError, RuleError
 from ktinject.hf import compat
-from ktinject.operators import REGISTRY, Config, Placement, register_operator
+from ktinject.operators import REGISTRY, Placement, register_operator
 from ktinject.tools import random_models
 
 # What it says
@@ -370,25 +369,21 @@ def test_registering_refuses_what_breaks_the_contract() -> None:
     assert not {"no_config", "linear", "abstract"} & REGISTRY.keys()
 
 
-def test_registering_refuses_old_names_of_the_contract_and_says_the_new_ones() -> None:
-    @dataclass(frozen=True)
-    class OldConfig(Config):
-        fills = True
-
-    class Old(HeldExperts):
-        Config = OldConfig
+def test_an_operator_may_have_methods_of_its_own_whatever_they_are_called() -> None:
+    @register_operator("own_names")
+    class OwnNames(HeldExperts):
         takes = ("gptq",)
 
         def wants(self) -> dict[str, tuple[int, ...]]:
             return {}
 
-    with pytest.raises(OperatorError) as caught:
-        register_operator("old_names")(Old)
-    assert str(caught.value).endswith(
-        "Old defines names that the contract no longer has. Rename wants to parameter_shapes, "
-        "takes to native_formats, Config.fills to auto_sized."
-    )
-    assert "old_names" not in REGISTRY
+        def shares(self) -> int:
+            return 2
+
+    try:
+        assert REGISTRY["own_names"] is OwnNames and OwnNames.native_formats == HeldExperts.native_formats
+    finally:
+        del REGISTRY["own_names"]
 
 
 def test_registering_without_a_name_is_refused() -> None:
