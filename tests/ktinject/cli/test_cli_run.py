@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -62,6 +63,24 @@ def test_chat_template(tiny_qwen3_moe):
     tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<answer>"
     text, ids = run._encode(tokenizer, "hi")
     assert text == "<user>hi<answer>" == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("option, command", [("--prompt", "run"), ("--system", "chat")])
+def test_a_text_in_another_encoding_is_refused(ktinject, tiny_qwen3_moe, option, command):
+    result = ktinject(command, tiny_qwen3_moe, option, "caf\udce9", exit_code=2)
+    assert f"{option}: the text is not in UTF-8" in result.stderr
+
+
+def test_a_text_of_a_shell_without_a_locale_is_kept(ktinject, tiny_qwen3_moe):
+    arguments = ("run", tiny_qwen3_moe, "--max-new-tokens", 2, "--no-compare", "--prompt")
+    assert "\ncafé" in ktinject(*arguments, "caf\udcc3\udca9").stdout
+
+
+def test_a_chat_template_that_refuses_names_its_folder(ktinject, tiny_qwen3_moe, tmp_path):
+    folder = shutil.copytree(tiny_qwen3_moe, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('Ask in Latin') }}")
+    result = ktinject("run", folder, "--prompt", "hi", exit_code=2)
+    assert f"{folder}: its chat template refuses these messages: Ask in Latin." in result.stderr
 
 
 def test_the_table_has_a_dash_where_there_is_no_measurement():
@@ -159,12 +178,12 @@ def test_unswapped_that_fails(tmp_path):
 )
 @pytest.mark.usefixtures("nothing_is_loaded")
 def test_refused(ktinject, tiny_qwen3_moe, arguments, says):
-    assert says in ktinject("run", tiny_qwen3_moe, *arguments, exit_code=2).stderr
+    assert says in ktinject("run", tiny_qwen3_moe, *arguments, exit_exit_code=2).stderr
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
 def test_a_machine_is_not_for_running(ktinject, tiny_qwen3_moe):
-    assert "--machine" in ktinject("run", tiny_qwen3_moe, "--machine", "cpu=1TiB", exit_code=2).stderr
+    assert "--machine" in ktinject("run", tiny_qwen3_moe, "--machine", "cpu=1TiB", exit_exit_code=2).stderr
 
 
 def test_a_gguf_file_is_enough(ktinject, tmp_path):
@@ -178,13 +197,13 @@ def test_a_gguf_file_is_enough(ktinject, tmp_path):
 
 def test_no_tokenizer(ktinject, tiny_qwen3_moe, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_qwen3_moe / "config.json").read_bytes())
-    assert "there is no tokenizer" in ktinject("run", tmp_path, exit_code=2).stderr
+    assert "there is no tokenizer" in ktinject("run", tmp_path, exit_exit_code=2).stderr
 
 
 def test_broken_tokenizer(ktinject, tiny_qwen3_moe, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_qwen3_moe / "config.json").read_bytes())
     (tmp_path / "tokenizer.json").write_text("{")
-    assert "tokenizer cannot be used" in ktinject("run", tmp_path, exit_code=2).stderr
+    assert "tokenizer cannot be used" in ktinject("run", tmp_path, exit_exit_code=2).stderr
 
 
 @pytest.fixture
@@ -201,7 +220,7 @@ def with_nan(tiny_qwen3_moe, tmp_path):
 
 
 def test_check_tensors(ktinject, with_nan):
-    assert "model.norm.weight" in ktinject("run", with_nan, "--check-tensors", exit_code=2).stderr
+    assert "model.norm.weight" in ktinject("run", with_nan, "--check-tensors", exit_exit_code=2).stderr
 
 
 WRITING = """
