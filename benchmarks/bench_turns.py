@@ -24,6 +24,8 @@ from ktinject.tools import random_models
 class Sink:
     """When the first token came, and how much of the prompt was there."""
 
+    may_complete = False
+
     def __init__(self) -> None:
         self.asked, self.first, self.cached, self.calls = time.perf_counter(), 0.0, 0, 0
 
@@ -64,7 +66,7 @@ def main() -> None:
         return batches.generate(ids, asked, sink, None)[0].tolist(), sink
 
     def serving(here: int, ram: int) -> Batches:
-        return Batches(model, None, 1, 0, Prefixes(model, here, ram))
+        return Batches(model, 1, 0, Prefixes(model, here, ram))
 
     kept, without = serving(0 if args.in_ram else 2 * args.tokens, 8 << 30), serving(0, 0)
     write(kept, torch.randint(vocab, (256,)).tolist())  # graphs are captured

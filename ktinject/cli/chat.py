@@ -11,7 +11,12 @@ from ktinject.cli import loaded, options
 
 System = Annotated[
     str | None,
-    typer.Option("--system", metavar="TEXT", help="What the model is told before the conversation."),
+    typer.Option(
+        "--system",
+        metavar="TEXT",
+        callback=options.typed_text,
+        help="What the model is told before the conversation.",
+    ),
 ]
 File = Annotated[
     list[Path] | None,

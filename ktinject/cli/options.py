@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ktinject import rules as rule_language
+from ktinject import typed
 from ktinject.errors import CheckpointError, KTInjectError, PlanError
 from ktinject.grid import Lines
 from ktinject.rules import parse_overrides
@@ -375,6 +376,11 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             f"{folder}: there is no tokenizer. Put the model's tokenizer files into the folder."
         )
     return tokenizer
+
+
+def typed_text(param: typer.CallbackParam, value: str | None) -> str | None:
+    """The callback of an option that is a text. Raises PlanError."""
+    return None if value is None else typed.text(value, param.opts[0])
 
 
 def read_text(file: Path) -> str:

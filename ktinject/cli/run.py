@@ -24,6 +24,7 @@ Prompt = Annotated[
     typer.Option(
         "--prompt",
         metavar="TEXT",
+        callback=options.typed_text,
         help="The text to continue, or the question to answer.",
         show_default=False,
     ),
@@ -105,12 +106,15 @@ def command(
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[str, list[int]]:
-    """The prompt as the model gets it, a base model without a chat template too: text and token ids."""
+    """The prompt as the model gets it, a base model without a chat template too: text and token ids.
+
+    Raises  TemplateError for a chat template that gives no text
+    """
     if not tokenizer.chat_template:
         return prompt, tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-    )
+    from ktinject.hf import templates
+
+    text = templates.render(tokenizer, [{"role": "user", "content": prompt}])
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -274,7 +274,11 @@ class _Shown:
 
 
 class _Step:
-    """The model as a step calls it: rows of padding get no experts."""
+    """The model as a step calls it: rows of padding get no experts.
+
+    A row for which no token could be chosen may be in one more step, before its request is taken out; the model gets
+    some token for it.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -283,7 +287,7 @@ class _Step:
         return getattr(self._model, name)
 
     def __call__(self, **inputs: Any) -> Any:
-        ids = inputs["input_ids"]
+        ids = inputs["input_ids"] = inputs["input_ids"].clamp(min=0)
         live = None
         if ids.is_cuda:
             live = torch.arange(ids.shape[1], device=ids.device) < inputs["cu_seq_lens_q"][-1]

@@ -3,6 +3,8 @@
 transformers' continuous batching samples for all requests or for none. Here a step takes the greatest token of each
 greedy request and draws for the others. The numbers of a request stand in rows of the tensor that transformers keeps
 for such arguments, so that a captured step reads those of the requests that it has now.
+
+A row whose scores are not finite gets `NO_TOKEN`, and the others their tokens: one request's fault ends no other.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from transformers import (
 )
 
 from ktinject.hf import compat
+
+NO_TOKEN = -1  # of a row from which none can be chosen
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,8 @@ class _Choices(compat.ContinuousBatchingLogitsProcessorList):
     def choose(self, scores: Tensor, arguments: Tensor) -> Tensor:
         """scores [n, v] fp32, arguments [4, at least n] int32 → [n] int64."""
         arguments = arguments[:, : len(scores)]
-        greatest = scores.argmax(-1)
+        highest, greatest = scores.max(-1)
+        greatest = greatest.where(highest.isfinite(), NO_TOKEN)  # NaN is the highest of its row
         draws = arguments[3] != 0
         if not scores.is_cuda:  # elsewhere, the host does not know
             if not draws.any():
@@ -98,7 +103,11 @@ class _Choices(compat.ContinuousBatchingLogitsProcessorList):
     def _drawn(self, scores: Tensor, arguments: Tensor) -> Tensor:
         for warper, argument in zip(self.warpers, arguments):
             scores = warper(scores, argument.contiguous())
-        return torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
+        weights = scores.softmax(-1)
+        is_finite = weights.sum(-1).isfinite()
+        # Of anything else `multinomial` raises, or stops the device, for all rows.
+        weights = weights.where(is_finite[:, None], 1.0)
+        return torch.multinomial(weights, num_samples=1)[:, 0].where(is_finite, NO_TOKEN)
 
 
 class _Samples(compat.ContinuousBatchingLogitsProcessor):

@@ -23,6 +23,7 @@ from transformers import (
     GenerationConfig,
     MaxLengthCriteria,
     PreTrainedModel,
+    StoppingCriteria,
     StopStringCriteria,
 )
 
@@ -201,7 +202,7 @@ class PlainRequest:
     """A request that our own loop can run.
 
     max_length   tokens, with the prompt
-    stop         transformers' criterion for stop strings, or None
+    stop         transformers' criterion for stop strings, a RowCriterion, or None
     is_dict      a `GenerateDecoderOnlyOutput` is returned, with the cache
     has_scores   it holds the processed logits of each step; `sampling.keeps_scores` says the same
     has_logits   it holds the model's logits of each step
@@ -217,6 +218,14 @@ class PlainRequest:
     @property
     def has_scores(self) -> bool:
         return self.sampling.keeps_scores
+
+
+class RowCriterion(StoppingCriteria):
+    """A criterion that our own loop takes: given rows [b, n] int64 on the host, it says which end, [b] bool.
+
+    It is given no scores, and asked when the streamer, if there is one, has the step's tokens; transformers' loop asks
+    some steps earlier.
+    """
 
 
 def read_plain(
@@ -246,7 +255,7 @@ def read_plain(
             max_length = criterion.max_length
         elif kind is EosTokenCriteria and ends is None:
             ends = criterion.eos_token_id
-        elif kind is StopStringCriteria and stop is None:
+        elif (kind is StopStringCriteria or isinstance(criterion, RowCriterion)) and stop is None:
             stop = criterion
         else:
             return Support.no(kind.__name__)

@@ -107,6 +107,8 @@ def run(
         if pad is not None and stop is not None:
             tokens = tokens.masked_fill_(stopped, pad)  # a row stopped by a string was one step ahead
         produced.append(tokens)
+        if streamer is not None:
+            streamer.put(tokens)
         if stop is not None:
             assert rows is not None
             rows = torch.cat([rows, tokens[:, None]], dim=1)
@@ -114,8 +116,6 @@ def run(
             stopped |= found
             for row in found.nonzero().flatten().tolist():
                 step.end_row(row)
-        if streamer is not None:
-            streamer.put(tokens)
         ended = not any((alive if stop is None else alive * ~stopped).tolist())
         if is_last or ended:
             if ahead is not None and generator is not None:

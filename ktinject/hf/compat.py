@@ -16,6 +16,7 @@ What a version lacks costs the features that need it, and no others:
     swapping    rules are refused, too
     batching    continuous batching of a swapped model is refused
     from_pretrained  transformers' door with our config is refused; `ktinject.load` is not
+    templates   chat templates are refused, see templates.py
     serving     `ktinject serve` is refused
     kimi_k2     transformers does not know Kimi-K2
     probes      of experts, the forward alone is compared with the formula
@@ -123,6 +124,10 @@ _BATCHING = "transformers.generation.continuous_batching"
 _MANAGER = f"{_BATCHING}.continuous_api:ContinuousBatchingManager"
 _SERVE = "transformers.cli.serve:Serve"
 _SERVING = "transformers.cli.serving"
+_CHAT = f"{_SERVING}.chat_completion:ChatCompletionHandler"
+_COMPLETION = f"{_SERVING}.completion:CompletionHandler"
+_RESPONSE = f"{_SERVING}.response:ResponseHandler"
+_TEMPLATES = "transformers.utils.chat_template_utils"
 _IN_THREAD = f"(self{', use_inference_mode' if _SINCE_5_24 else ''})"
 _MODELS = "list_models" if _SINCE_5_24 else "get_gen_models"
 _REGISTER = "(model_type_or_class_name, mapping, overwrite=False)"
@@ -499,6 +504,16 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             "the name of attention with masks",
         ),
     ),
+    "templates": (
+        # In a process of its own.
+        Private(
+            _TEMPLATES,
+            "render_jinja_template",
+            "(conversations, tools=None, *, chat_template=None, add_generation_prompt=False, **kwargs)",
+            "renders",
+        ),
+        Private(_TEMPLATES, "_compile_jinja_template", "(chat_template)", "which variables a template has"),
+    ),
     "serving": (
         # `transformers serve` is built whole, with a model and a manager of ours in it.
         Private(_SERVE, "start_server", "(self)", "not started by itself"),
@@ -530,21 +545,48 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         Private(
             f"{_SERVING}.utils", "get_response_template", "(processor, model)", "finds the answer's parts"
         ),
-        Private(f"{_SERVING}.utils", "GenerateManager", "()", "one request after the other"),
+        *_each(f"{_SERVING}.utils", "ToolCall ReasoningText", THERE, "parts of an answer"),
+        Private(f"{_SERVING}.utils", "_StreamError", "(msg)", "ends a stream"),
+        Private(f"{_SERVING}.utils", "response_events_to_chunks", "(events)", "parts of an answer"),
+        Private(
+            f"{_SERVING}.utils",
+            "build_response_parser",
+            "(processor, model, input_ids)",
+            "parts of an answer",
+        ),
+        *_each(
+            f"{_SERVING}.utils:parse_assistant_message",
+            "parse_response",
+            SET,
+            "gives the message that the parts of an answer are",
+        ),
         Private(
             f"{_SERVING}.utils:GenerateManager",
             "generate_streaming",
             "(self, model, processor, inputs, gen_config, request_id, response_parser=None)",
-            "overridden",
+            "what handlers ask a manager for",
         ),
         Private(
             f"{_SERVING}.utils:GenerateManager",
             "generate_non_streaming",
             "(self, model, processor, inputs, gen_config, request_id)",
-            "overridden",
+            "what handlers ask a manager for",
+        ),
+        Private(f"{_SERVING}.utils:BaseHandler.__init__", "generation_state", SET, "one of each request"),
+        *_each(_CHAT, "handle_request", "(self, body, request_id)", "reads its prompt in another thread"),
+        *_each(_CHAT, "_streaming _non_streaming", THERE, "called once the prompt is read"),
+        *_each(_COMPLETION, "handle_request", "(self, body, request_id)", "the same"),
+        *_each(_COMPLETION, "_streaming _non_streaming", THERE, "the same"),
+        *_each(_RESPONSE, "handle_request", "(self, body, request_id)", "the same"),
+        *_each(_RESPONSE, "_streaming _non_streaming", THERE, "the same"),
+        Private(
+            _CHAT, "_build_chunk_sse", "(self, request_id, *, finish_reason=None, usage=None)", "overridden"
         ),
         Private(
-            f"{_SERVING}.utils:GenerateManager", "submit", "(self, fn, *args, **kwargs)", "a thread for each"
+            _COMPLETION,
+            "_build_chunk_sse",
+            "(self, request_id, model_id, *, text='', usage=None)",
+            "overridden",
         ),
         Private(f"{_SERVING}.utils:BaseHandler", "_validate_request", "(self, body)", "checks first"),
         Private(

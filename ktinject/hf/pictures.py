@@ -16,6 +16,7 @@ from transformers import AutoProcessor, PreTrainedModel
 
 from ktinject.checkpoints import beside
 from ktinject.errors import CheckpointError, PlanError
+from ktinject.hf import templates
 
 _INSTALL = "pip install 'ktinject[images]'"
 _CONFIGS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -77,8 +78,21 @@ def read_picture(file: Path) -> Any:
 def encode(processor: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, Any]]:
     """A conversation that is to be answered: token ids, and what `generate` takes beside them.
 
-    Raises  PlanError for a picture that cannot be read, or that the processor refuses
+    Raises  PlanError for a picture that cannot be read, or that the processor refuses; TemplateError
     """
+    templates.check_ends(
+        processor,
+        [
+            {
+                "role": message["role"],
+                "content": [
+                    *({"type": "image"} for _ in message.get("images", ())),
+                    {"type": "text", "text": message["content"]},
+                ],
+            }
+            for message in messages
+        ],
+    )
     asked = [
         {
             "role": message["role"],

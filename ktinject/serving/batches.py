@@ -8,6 +8,9 @@ request that goes over to the batch has its text read again there, which costs w
 on. What a batch cannot do for a request alone, such as a seed of its own or a repetition penalty, `generate` does: it
 waits until the batch is empty, and those behind it wait for it. So all requests are begun in the order in which they
 came.
+
+Whatever goes wrong ends the request that it belongs to, and no other. A batch that dies fails its requests, and the
+next one gets a new batch.
 """
 
 from __future__ import annotations
@@ -15,109 +18,28 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, GenerationConfig, StopStringCriteria
+from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteriaList
 
 from ktinject.errors import KTInjectError, OperatorError
 from ktinject.generation import next_turns
 from ktinject.hf import compat
 from ktinject.serving.prefixes import Prefixes
-
-if TYPE_CHECKING:
-    from ktinject.generation.batching_sampling import Choice
+from ktinject.serving.running import Completed, Moved, Relay, Request, Unavailable
 
 logger = logging.getLogger("ktinject")
 
 PAGE = 256  # tokens of a block of the paged cache, as transformers has it
+_PATIENCE = 60  # seconds until the memory of a batch that has died is taken for gone
 _CHUNK = 2048  # tokens of prompts in a step at most, so that others do not wait long for their next token
-
-
-@dataclass(eq=False)
-class Request:
-    """A request of one text.
-
-    ids      of the prompt
-    sink     a streamer: `put` gets the prompt and each token, and may raise to end the request; `end`; `found` is
-             told how many tokens of the prompt need not be read
-    choice   how a batch chooses its tokens; None: a batch cannot
-    stopped  whether the text so far ends it
-    """
-
-    ids: list[int]
-    config: GenerationConfig
-    sink: Any
-    arguments: dict[str, Any]
-    choice: Choice | None
-    seed: int | None = None
-    stopped: Callable[[list[int]], bool] = lambda written: False
-    written: list[int] = field(default_factory=list)
-    error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-    has_begun: bool = False
-    moves: bool = False
-    seen: int = 0  # of the tokens that the batch has written, those that were taken
-
-    @functools.cached_property
-    def prompt(self) -> Tensor:
-        """[1, n]; made once, for of a long list that takes milliseconds."""
-        return torch.tensor([self.ids], dtype=torch.int64, device="cpu")
-
-    def begin(self) -> bool:
-        """Give the sink the prompt; False if nobody waits any more."""
-        if not self.has_begun:
-            self.has_begun = True
-            return self.put(self.prompt)
-        return True
-
-    def put(self, value: Tensor) -> bool:
-        try:
-            self.sink.put(value)
-        except BaseException as error:  # whatever a streamer raises to end its request
-            self.error = error
-            return False
-        return True
-
-    def end(self, error: BaseException | None = None) -> None:
-        self.error = self.error or error
-        if self.error is None:
-            try:
-                self.sink.end()
-            except Exception as found:  # of a client that is gone
-                self.error = found
-        self.done.set()
-
-
-class _Moved(Exception):
-    """The request goes on in the batch."""
-
-
-class _Relay:
-    """The streamer of `generate` for a request that may move."""
-
-    def __init__(self, request: Request) -> None:
-        self._request, self._is_prompt = request, True
-
-    def put(self, value: Tensor) -> None:
-        request = self._request
-        if self._is_prompt:
-            self._is_prompt = False
-            return
-        request.written.extend(value.tolist())
-        if not request.put(value):
-            raise _Moved
-        if request.moves:
-            raise _Moved
-
-    def end(self) -> None:
-        pass
 
 
 class Batches:
@@ -128,8 +50,8 @@ class Batches:
     prefixes  what was read of earlier texts, for requests that run alone
     """
 
-    def __init__(self, model: Any, tokenizer: Any, most: int, tokens: int, prefixes: Prefixes) -> None:
-        self._model, self._tokenizer = model, tokenizer
+    def __init__(self, model: Any, most: int, tokens: int, prefixes: Prefixes) -> None:
+        self._model = model
         self.most, self._tokens, self._prefixes = most, tokens, prefixes
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
@@ -137,6 +59,7 @@ class Batches:
         self._alone: Request | None = None
         self._manager: Any = None
         self._number, self._closed = 0, False
+        self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="ktinject requests", daemon=True)
         self._thread.start()
 
@@ -145,6 +68,7 @@ class Batches:
     ) -> Tensor:
         """What `model.generate` gives for one text, [1, n]; returns when it is written.
 
+        config     without stop strings, which are the sink's business
         arguments  others of `generate`
         Raises     what went wrong, or what `sink` raised
         """
@@ -154,16 +78,12 @@ class Batches:
             from ktinject.generation.batching_sampling import Choice
 
             choice = Choice.of(self._model, config)
-        stop = config.stop_strings
         request = Request(ids, config, sink, arguments, choice, seed)
-        if stop and choice is not None:
-            criterion = StopStringCriteria(self._tokenizer, [stop] if isinstance(stop, str) else stop)
-            request.stopped = lambda written: bool(
-                criterion(torch.tensor([ids + written], dtype=torch.int64, device="cpu"), None)[0]
-            )
         with self._changed:
+            if self._broken is not None:
+                raise _broken(self._broken)
             if self._closed:
-                raise RuntimeError("the server is about to end")
+                raise Unavailable("the server is about to end.")
             self._waiting.append(request)
             if self._alone is not None and choice is not None and self._alone.choice is not None:
                 self._alone.moves = True
@@ -180,7 +100,7 @@ class Batches:
         with self._changed:
             self._closed = True
             for request in (*self._waiting, *self._batch.values()):
-                request.end(RuntimeError("the server has ended"))
+                request.end(Unavailable("the server has ended."))
             self._waiting.clear()
             self._batch.clear()
             self._changed.notify_all()
@@ -191,20 +111,46 @@ class Batches:
     # The thread.
 
     def _run(self) -> None:
-        while True:
+        try:
+            while (request := self._next()) is not None:
+                try:
+                    if request is self._alone:
+                        self._run_alone(request)
+                    else:
+                        self._add(request)
+                except Exception as error:  # of whatever is called there: it is this request's
+                    logger.exception("a request failed")
+                    self._drop(request, error)
+        except BaseException as error:
+            # Of what is above: nothing is computed any more, so nobody must wait for it.
+            if not isinstance(error, SystemExit):  # by which threads are ended with the process
+                logger.exception("the server computes no more requests")
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._may_begin())
-                if self._closed:
-                    return
-                request = self._waiting.popleft()
-                is_alone = not self._batch and (request.choice is None or not self._has_company())
-                if is_alone:
-                    self._alone = request
-                    request.moves = False
-            if is_alone:
-                self._run_alone(request)
-            else:
-                self._add(request)
+                self._broken = error
+                for each in (*self._waiting, *self._batch.values(), self._alone):
+                    if each is not None:
+                        each.end(_broken(error))
+
+    def _next(self) -> Request | None:
+        """The one to begin, `self._alone` if it runs alone; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._may_begin())
+            if self._closed:
+                return None
+            request = self._waiting.popleft()
+            if not self._batch and (request.choice is None or not self._has_company()):
+                self._alone = request
+                request.moves = False
+            return request
+
+    def _drop(self, request: Request, error: Exception) -> None:
+        with self._changed:
+            if self._alone is request:
+                self._alone = None
+            self._batch = {name: each for name, each in self._batch.items() if each is not request}
+            if request in self._waiting:
+                self._waiting.remove(request)
+        request.end(error)
 
     def _may_begin(self) -> bool:
         if not self._waiting or len(self._batch) >= self.most:
@@ -220,7 +166,7 @@ class Batches:
         try:
             if request.begin():
                 kept = self._generate(request)
-        except _Moved:
+        except Moved:
             if request.error is None:  # else its sink has ended it
                 with self._changed:
                     self._alone = None
@@ -251,8 +197,10 @@ class Batches:
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=config,
-                streamer=_Relay(request),
-                tokenizer=self._tokenizer,
+                streamer=Relay(request),
+                stopping_criteria=StoppingCriteriaList(
+                    [Completed(request)] if request.sink.may_complete else []
+                ),
                 **{compat.CACHE: cache},
                 **request.arguments,
             )
@@ -278,25 +226,26 @@ class Batches:
         if not request.begin():
             request.end()
             return
-        with self._changed:
+        ends = request.config.eos_token_id
+        with self._changed:  # what it writes at once waits until it is known
             self._number += 1
             name = f"request {self._number}"
             request.seen = 0
-            self._batch[name] = request
-        ends = request.config.eos_token_id
-        accepted = manager.add_request(
-            request.ids + request.written,
-            request_id=name,
-            max_new_tokens=request.config.max_new_tokens - len(request.written),
-            streaming=True,
-            eos_token_id=-1 if ends is None else ends,
-            **request.choice.arguments(self._model.config.get_text_config().vocab_size),
-        )
-        if accepted is None:  # it has failed since; the next one takes the request
-            with self._changed:
-                if self._batch.pop(name, None) is not None:
-                    self._waiting.appendleft(request)
-                self._manager = None
+            accepted = manager.add_request(
+                request.ids + request.written,
+                request_id=name,
+                max_new_tokens=request.config.max_new_tokens - len(request.written),
+                streaming=True,
+                eos_token_id=-1 if ends is None else ends,
+                **request.choice.arguments(self._model.config.get_text_config().vocab_size),
+            )
+            if accepted is not None:
+                request.manager, self._batch[name] = manager, request
+                return
+            # It has failed since, or is about to end; a next one takes the request.
+            self._waiting.appendleft(request)
+            self._manager = None
+        manager._generation_thread.join(_PATIENCE)  # it holds the memory that the next one needs
 
     def _made(self) -> Any:
         """A manager that runs."""
@@ -314,7 +263,7 @@ class Batches:
             ),
         )
         batching_sampling.install(manager, model.config.get_text_config().vocab_size)
-        manager.output_router = _router(self._take)
+        manager.output_router = _router(functools.partial(self._take, manager))
         manager.batch_processor = manager._create_batch_processor()  # raises what the thread could not
         _tell_of_prefixes(manager.batch_processor.cache, self._found)
         manager.background_thread_status.clear()
@@ -322,9 +271,14 @@ class Batches:
         # Inference mode is a thread's own; since transformers 5.24 the loop is told the caller's.
         takes = inspect.signature(manager._run_generation_loop).parameters
         told = {"use_inference_mode": torch.is_inference_mode_enabled()} if takes else {}
-        manager._generation_thread = threading.Thread(
-            target=manager._run_generation_loop, kwargs=told, daemon=True
-        )
+
+        def run() -> None:
+            try:
+                manager._run_generation_loop(**told)
+            finally:
+                self._ended(manager)
+
+        manager._generation_thread = threading.Thread(target=run, name="ktinject batch", daemon=True)
         manager._generation_thread.start()
         self._manager = manager
         return manager
@@ -333,36 +287,58 @@ class Batches:
 
     def _found(self, name: str, tokens: int) -> None:
         """So many tokens of a request are in the paged cache."""
-        request = self._batch.get(name)
+        with self._changed:
+            request = self._batch.get(name)
         if request is not None and not request.written:
             request.sink.found(min(tokens, len(request.ids) - 1))
 
-    def _take(self, output: Any) -> None:
+    def _take(self, manager: Any, output: Any) -> None:
         """Hand on what the batch has written of a request."""
-        request = self._batch.get(output.request_id)
+        name = output.request_id
+        with self._changed:
+            request = self._batch.get(name)
         if request is None:
             return
-        new = output.generated_tokens[request.seen :]
-        request.seen += len(new)
-        is_done = bool(output.is_finished())
-        for token in new:
-            request.written.append(token)
-            if not request.put(torch.tensor([token], dtype=torch.int64, device="cpu")) or request.stopped(
-                request.written
-            ):
-                if not is_done:
-                    self._manager.cancel_request(output.request_id)
-                is_done = True
-                break
-        error = OperatorError(f"the batch failed: {output.error}") if output.error is not None else None
-        if not is_done and error is None:
+        has_ended = bool(output.is_finished())
+        error: Exception | None = None
+        try:
+            new = output.generated_tokens[request.seen :]
+            request.seen += len(new)
+            goes_on = request.write([*itertools.takewhile(lambda token: token >= 0, new)])
+            if goes_on and any(token < 0 for token in new):
+                error = OperatorError(
+                    "the model's scores are not finite numbers, so no token can be chosen. Load the model in bfloat16 "
+                    "or float32 if its values are beyond float16, and check its weights."
+                )
+            elif output.error is not None:
+                error = OperatorError(f"the batch failed: {output.error}")
+        except Exception as found:  # in the thread of the batch it would end all requests
+            logger.exception("a request failed")
+            goes_on, error = False, found
+        if goes_on and error is None and not has_ended:
             return
+        if not has_ended:
+            manager.cancel_request(name)
         with self._changed:
-            self._batch.pop(output.request_id, None)
-            if error is not None and self._manager.background_thread_status.fatal_error is not None:
-                self._manager = None  # the next batch gets a new one
+            self._batch.pop(name, None)
             self._changed.notify_all()
         request.end(error)
+
+    def _ended(self, manager: Any) -> None:
+        """The thread of a batch has ended: what came too late for it to fail does not wait for ever."""
+        with self._changed:
+            if self._manager is manager:
+                self._manager = None
+            left = {name: each for name, each in self._batch.items() if each.manager is manager}
+            for name in left:
+                del self._batch[name]
+            self._changed.notify_all()
+        for request in left.values():
+            request.end(OperatorError("the batch ended. Ask again."))
+
+
+def _broken(error: BaseException) -> Unavailable:
+    return Unavailable(f"the server is broken: {type(error).__name__}: {error}. Start it anew.")
 
 
 def _tell_of_prefixes(cache: Any, found: Callable[[str, int], None]) -> None:

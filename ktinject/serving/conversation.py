@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 
 from ktinject.errors import PlanError
 from ktinject.generation.cache_layers import ALL_TOKENS, kind_of, kind_support
-from ktinject.hf import compat, pictures
+from ktinject.hf import compat, pictures, templates
 from ktinject.tools import evaluate
 
 Message = dict[str, Any]  # as hf/pictures.py has them
@@ -195,9 +195,7 @@ class Conversation:
             pictures.check_reads(self.model)
             return "", *pictures.encode(self._pictures(), self.messages)
         if self.has_template:
-            whole: Any = self.tokenizer.apply_chat_template(
-                self.messages, tokenize=False, add_generation_prompt=True
-            )
+            whole = templates.render(self.tokenizer, self.messages)
         else:
             whole = "".join(message["content"] for message in self.messages)
         # An answer's tokens need not be those of its text.

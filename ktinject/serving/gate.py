@@ -29,7 +29,8 @@ View = Callable[[], Awaitable[Any]]
 Headers = Sequence[tuple[bytes, bytes]]
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_OTHERS = {"/v1/models": "GET", "/health": "GET", "/metrics": "GET"}
+LOAD = "/load_model"  # asked by clients of `transformers serve` before they begin
+_OTHERS = {"/v1/models": "GET", LOAD: "POST", "/health": "GET", "/metrics": "GET"}
 _ENDED_BY = ("/v1/chat/completions", "/v1/completions")  # whose streams end with a mark
 _CLIENT_GONE, _UPLOADS, _UPLOAD_SECONDS = 499, 64, 60.0
 
@@ -141,11 +142,12 @@ class Gate:
 
     async def _pass(self, scope: Any, receive: Receive, answer: _Answer) -> None:
         """Let the app answer. Raises Refusal."""
-        if scope["path"] not in GENERATING:
-            await self._run(scope, b"", receive, answer)
-            return
-        body = await self._body(receive)
+        posted = self._known[scope["path"]] == "POST"
+        body = await self._body(receive) if posted else b""
         if body is None:
+            return
+        if scope["path"] not in GENERATING:
+            await self._run(scope, body, receive, answer)
             return
         if self._metrics.inflight >= self._limits.queue + self._limits.running:
             raise Refusal(
@@ -282,10 +284,13 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 
+def error_of(message: str, status: int = 500, kind: str = "server_error") -> dict[str, Any]:
+    """An error as clients of OpenAI's interface read it."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
 def _error(refusal: Refusal) -> dict[str, Any]:
-    return {
-        "error": {"message": refusal.message, "type": refusal.kind, "param": None, "code": refusal.status}
-    }
+    return error_of(refusal.message, refusal.status, refusal.kind)
 
 
 def _said(body: bytes) -> str:

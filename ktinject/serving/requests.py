@@ -7,10 +7,14 @@ JSON, would not learn that they got neither: so that is refused here.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from ktinject.serving.answers import LONGEST_STOP, MOST_STOPS
+
+# A temperature below it is greedy, as 0 is: scores divided by less need not be finite, and what is drawn is the most
+# likely token anyway.
+LEAST_TEMPERATURE = 1e-5
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT = ("text", "input_text", "output_text")
 
@@ -23,8 +27,9 @@ def _number(low: float, high: float, above: bool = False) -> Callable[[Any], boo
     """above   low itself is not allowed"""
 
     def allowed(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             return False
+        # Infinite and NaN are within no bounds, and a whole number may be too long for a float.
         return low <= value <= high and not (above and value == low)
 
     return allowed
@@ -34,14 +39,20 @@ def _count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
 
 
+def _bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _stop(value: Any) -> bool:
     texts = value if isinstance(value, list) else [value]
-    return 0 < len(texts) <= 16 and all(isinstance(text, str) and text for text in texts)
+    return 0 < len(texts) <= MOST_STOPS and all(
+        isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in texts
+    )
 
 
 def _bias(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        str(key).isdecimal() and _number(-100, 100)(bias) for key, bias in value.items()
+        key.isdecimal() and len(key) < 12 and _number(-100, 100)(bias) for key, bias in value.items()
     )
 
 
@@ -54,14 +65,28 @@ _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_completion_tokens": ("a whole number of at least 1", _count),
     "max_output_tokens": ("a whole number of at least 1", _count),
     "seed": ("a whole number", lambda value: isinstance(value, int) and 0 <= value < 2**63),
-    "stop": ("a text, or at most 16", _stop),
-    "stream": ("true or false", lambda value: isinstance(value, bool)),
+    "stop": (f"a text of at most {LONGEST_STOP} characters, or at most {MOST_STOPS} of them", _stop),
+    "stream": ("true or false", _bool),
+    "stream_options": (
+        "an object, in which include_usage is true or false",
+        lambda value: isinstance(value, Mapping) and _bool(value.get("include_usage", False)),
+    ),
     "logit_bias": ("an object of token ids and numbers from -100 to 100", _bias),
     "tools": ("a list of objects", lambda value: _is_list(value, lambda tool: isinstance(tool, Mapping))),
     "model": ("a name", lambda value: isinstance(value, str)),
     "suffix": ("a text", lambda value: isinstance(value, str)),
     "instructions": ("a text", lambda value: isinstance(value, str)),
     "chat_template_kwargs": ("an object", lambda value: isinstance(value, Mapping)),
+    "generation_config": ("the JSON text of an object", lambda value: isinstance(_object(value), Mapping)),
+}
+# The same of `generation_config`, by which clients of `transformers serve` say what OpenAI has no names for.
+_GENERATION: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **{name: _VALUES[name] for name in ("temperature", "top_p")},
+    "max_new_tokens": _VALUES["max_tokens"],
+    "do_sample": ("true or false", _bool),
+    "top_k": ("a whole number of at least 0", lambda value: value == 0 or _count(value)),
+    "min_p": ("a number from 0 to 1", _number(0, 1)),
+    "repetition_penalty": ("a number above 0, at most 3", _number(0, 3, above=True)),
 }
 # Name → what of it changes nothing; anything else asks for what is not done here.
 _UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -71,7 +96,6 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": (),
     "functions": (),
-    "generation_config": (),
     "logprobs": (False, 0),
     "modalities": (["text"],),
     "n": (1,),
@@ -87,19 +111,31 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check(path: str, body: Mapping[str, Any]) -> None:
-    """Raises BadRequest."""
+def check(path: str, body: Mapping[str, Any], variables: Collection[str] = ()) -> None:
+    """Whether a request can be served as it asks.
+
+    variables  of the model's chat template, which `chat_template_kwargs` may set
+    Raises     BadRequest
+    """
+    _check_characters(body)
     for name, neutral in _UNSERVED.items():
         value = body.get(name)
         if value is not None and value not in neutral:
-            raise BadRequest(f"{name}: {_short(value)} is not served here. Leave it out.")
-    for name, (allowed, is_allowed) in _VALUES.items():
-        value = body.get(name)
-        if value is not None and not is_allowed(value):
-            raise BadRequest(f"{name}: found {_short(value)}; allowed is {allowed}.")
+            raise BadRequest(f"{name}: {short(value)} is not served here. Leave it out.")
+    _check_values("", body, _VALUES)
+    for name in body.get("chat_template_kwargs") or ():
+        if name not in variables:
+            known = ", ".join(sorted(variables)) or "none"
+            raise BadRequest(
+                f"chat_template_kwargs.{name}: the model's chat template has no such variable; it has {known}."
+            )
+    for name in (asked := generation(body)):
+        if name not in _GENERATION:
+            raise BadRequest(f"generation_config.{name}: it is not served here. Leave it out.")
+    _check_values("generation_config.", asked, _GENERATION)
     if path == "/v1/completions":
         if not isinstance(body.get("prompt"), str) or not body["prompt"]:
-            raise BadRequest(f"prompt: found {_short(body.get('prompt'))}; needed is one text.")
+            raise BadRequest(f"prompt: found {short(body.get('prompt'))}; needed is one text.")
     elif path == "/v1/chat/completions":
         _check_messages("messages", body.get("messages"))
     else:
@@ -108,23 +144,64 @@ def check(path: str, body: Mapping[str, Any]) -> None:
             _check_messages("input", found)
 
 
+def generation(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request's `generation_config` asks for."""
+    asked = _object(body.get("generation_config") or "{}")
+    asked.pop("transformers_version", None)
+    return {name: value for name, value in asked.items() if value is not None and name[:1] != "_"}
+
+
+def _check_values(
+    where: str, given: Mapping[str, Any], allowed: Mapping[str, tuple[str, Callable[[Any], bool]]]
+) -> None:
+    for name, (words, is_allowed) in allowed.items():
+        value = given.get(name)
+        if value is not None and not is_allowed(value):
+            raise BadRequest(f"{where}{name}: found {short(value)}; allowed is {words}.")
+
+
+def _check_characters(body: Mapping[str, Any]) -> None:
+    """Refuse halves of characters: JSON can name them one by one, and no text of a prompt or an answer has them."""
+    left: list[tuple[str, Any]] = [("", body)]
+    while left:
+        where, value = left.pop()
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                found = ord(value[error.start])
+                raise BadRequest(
+                    f"{where or 'a name'}: character {error.start} is \\u{found:04x}, half of a character alone. Send "
+                    "both halves."
+                ) from None
+        elif isinstance(value, Mapping):
+            left += ((f"{where}.{name}".lstrip("."), one) for name, one in value.items())
+            left += (("", name) for name in value)
+        elif isinstance(value, list):
+            left += ((f"{where}[{number}]", one) for number, one in enumerate(value))
+
+
 def _check_messages(name: str, messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
-        raise BadRequest(f"{name}: found {_short(messages)}; needed is a list of messages.")
+        raise BadRequest(f"{name}: found {short(messages)}; needed is a list of messages.")
     for number, message in enumerate(messages):
         where = f"{name}[{number}]"
         if not isinstance(message, Mapping):
             raise BadRequest(
-                f"{where}: found {_short(message)}; a message is an object with role and content."
+                f"{where}: found {short(message)}; a message is an object with role and content."
             )
         if name == "input" and message.get("type", "message") != "message":
-            continue  # a call of a tool or its result, for which that interface has objects of its own
+            _check_item(where, message)
+            continue
         if message.get("role") not in _ROLES:
             raise BadRequest(
-                f"{where}.role: found {_short(message.get('role'))}; there are {', '.join(_ROLES)}."
+                f"{where}.role: found {short(message.get('role'))}; there are {', '.join(_ROLES)}."
             )
         _check_content(where, message)
-        for call in message.get("tool_calls") or ():
+        calls = message.get("tool_calls")
+        if calls is not None and not isinstance(calls, list):
+            raise BadRequest(f"{where}.tool_calls: found {short(calls)}; needed is a list of calls.")
+        for call in calls or ():
             _check_call(where, call)
 
 
@@ -135,10 +212,23 @@ def _check_content(where: str, message: Mapping[str, Any]) -> None:
     if isinstance(content, str):
         return
     if not _is_list(content, lambda part: isinstance(part, Mapping)):
-        raise BadRequest(f"{where}.content: found {_short(content)}; needed is a text, or a list of parts.")
+        raise BadRequest(f"{where}.content: found {short(content)}; needed is a text, or a list of parts.")
     for part in content or ():
         if part.get("type") not in _TEXT or not isinstance(part.get("text"), str):
-            raise BadRequest(f"{where}.content: found {_short(part)}; only parts of text are read here.")
+            raise BadRequest(f"{where}.content: found {short(part)}; only parts of text are read here.")
+
+
+def _check_item(where: str, item: Mapping[str, Any]) -> None:
+    """A call of a tool or its result, for which the interface of responses has objects of its own."""
+    kind = item["type"]
+    needed = {"function_call": ("call_id", "name"), "function_call_output": ("call_id",)}.get(kind, ())
+    for name in needed:
+        if not isinstance(item.get(name), str):
+            raise BadRequest(f"{where}.{name}: found {short(item.get(name))}; needed is a text.")
+    if kind == "function_call":
+        _check_call(where, item)
+    if kind == "function_call_output":
+        _check_content(where, {"content": item.get("output")})
 
 
 def _check_call(where: str, call: Any) -> None:
@@ -152,14 +242,22 @@ def _check_call(where: str, call: Any) -> None:
         if isinstance(given, Mapping):
             return
     raise BadRequest(
-        f"{where}.tool_calls: found {_short(call)}; a call has a function with a name and arguments as JSON."
+        f"{where}.tool_calls: found {short(call)}; a call has a function with a name and arguments as JSON."
     )
+
+
+def _object(text: Any) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _is_list(value: Any, of: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(map(of, value))
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """What a refusal shows of a value."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:80]}…"

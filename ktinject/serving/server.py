@@ -87,9 +87,7 @@ def context_of(plan: Plan, model: PreTrainedModel, asked: int | None) -> tuple[i
     ]
 
 
-def batches_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: int, settings: Settings
-) -> tuple[Batches, list[str]]:
+def batches_of(model: PreTrainedModel, context: int, settings: Settings) -> tuple[Batches, list[str]]:
     """What computes requests of up to `context` tokens, several at once if the model can; and remarks on that."""
     room = [found.longest_request for found in model.ktinject.runtime_memory.values()]
     left = min((fits for fits in room if fits is not None), default=sys.maxsize) - context
@@ -110,7 +108,7 @@ def batches_of(
         each = max((found.kv_bytes_per_token for found in model.ktinject.runtime_memory.values()), default=0)
         here, ram = 0, min(ram, max(0, left - tokens) * each) if each else ram
     prefixes = Prefixes(model, here if ram else 0, ram)
-    return Batches(model, tokenizer, most, tokens, prefixes), notes
+    return Batches(model, most, tokens, prefixes), notes
 
 
 class Server:
@@ -133,7 +131,7 @@ class Server:
         context, self.notes = context_of(model.ktinject, model, settings.context)
         metrics = Metrics(context)
         most = min(settings.most or context, context)
-        self._batches, notes = batches_of(model, tokenizer, context, settings)
+        self._batches, notes = batches_of(model, context, settings)
         self.notes += notes
         app = stock.application(model, tokenizer, name, metrics, most, self._batches)
         is_local = settings.host in LOCAL

@@ -1,35 +1,51 @@
 """The application of `transformers serve`, around a model that is loaded already.
 
-    gate.py ──► transformers' app: routes, templates, tools, streams ──► the manager here ──► batches.py
+    gate.py ──► transformers' app: routes, tools, streams ──► manager.py ──► batches.py
+                   └──► requests.py, prompts.py                  └──► answers.py
 
-It is built as transformers builds it. What is put in: the model, checks of a request, and a manager that measures, ends
-work for which nobody waits, and keeps a request within the context. A thread waits for each request.
+It is built as transformers builds it. What is put in: the model, checks of a request, templates within limits, and a
+manager that measures, ends work for which nobody waits, and keeps a request within the context. A request is read in a
+thread of its own, since a long prompt takes seconds, and another thread waits for its answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
+import contextlib
+import copy
+import functools
 import importlib.util
+import inspect
+import json
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
-import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ktinject.errors import PlanError
-from ktinject.hf import compat
-from ktinject.serving import requests
+from ktinject.errors import KTInjectError, PlanError
+from ktinject.hf import compat, templates
+from ktinject.serving import prompts, requests
 from ktinject.serving.batches import Batches
-from ktinject.serving.metrics import Job, Metrics
+from ktinject.serving.gate import GENERATING, LOAD, error_of
+from ktinject.serving.manager import Manager
+from ktinject.serving.metrics import Metrics
+from ktinject.serving.prompts import refused
+from ktinject.serving.running import Unavailable
+
+logger = logging.getLogger("ktinject")
 
 PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
 _MOST_THREADS = 4096  # more than a queue is long
+_READERS = 4  # threads that read requests; templates and tokenizers are quick, and others compute
 _DEFAULT_TOKENS = 1024  # of an answer whose request names no number; as transformers has it
-
-_seed: contextvars.ContextVar[int | None] = contextvars.ContextVar("seed", default=None)
+# Fields of a request that are not transformers' handlers' to look at, and those that say how long an answer may be.
+_NAMED = ("top_k", "min_p", "repetition_penalty")
+_OURS = ("seed", "stop", "logit_bias", "generation_config", "do_sample", *_NAMED)
+_MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
 
 
 def require_packages() -> None:
@@ -58,48 +74,26 @@ def application(
     batches  compute the requests
     """
     require_packages()
-    _keep_prompts_out(tokenizer, model)
+    served = prompts.served(tokenizer, metrics.context)
+    variables: frozenset[str] = frozenset()
+    if tokenizer.chat_template:
+        prompts.keep_prompts_out(served, model)
+        variables = templates.variables(tokenizer) - prompts.RESERVED
+    service = _Service(model, served, metrics, batches, most, variables)
     serve = _stock()
     manager = serve._model_manager
-    manager.loaded_models[name] = compat.TimedModel(model, timeout_seconds=-1, processor=tokenizer)
+    manager.loaded_models[name] = compat.TimedModel(model, timeout_seconds=-1, processor=served)
     manager.force_model = name
     manager.process_model_name = lambda model_id: model_id
     listed = [{"id": name, "object": "model", "created": int(time.time()), "owned_by": "ktinject"}]
     manager.list_models = manager.get_gen_models = lambda: listed  # before transformers 5.24 the latter
-    ours = _manager(metrics, batches)
-    serve._generation_state.get_manager = lambda model_id, use_cb=False: ours
-    for path, handler in (
-        ("/v1/chat/completions", serve._chat_handler),
-        ("/v1/completions", serve._completion_handler),
-        ("/v1/responses", serve._response_handler),
-    ):
-        handler._validate_request = _checked(path, handler._validate_request, bool(tokenizer.chat_template))
-        handler._build_generation_config = _bounded(handler._build_generation_config, most)
-    return serve.server.config.app
-
-
-def _keep_prompts_out(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Give a tokenizer a template of answers where transformers has one of the model's type that does not fit.
-
-    It is found by the type of the model, and made for the chat template that such models come with. It takes what
-    stands behind a mark as the beginning of the answer. With another chat template there is no such mark, and answers
-    would begin with the whole prompt.
-    """
-    found = compat.get_response_template(tokenizer, model)
-    if not tokenizer.chat_template or found is None or "start_anchor" not in found:
-        return
-    marks = found["start_anchor"]
-    probe = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
-    )
-    if not any(mark in probe for mark in ([marks] if isinstance(marks, str) else marks)):
-        ends = model.generation_config.eos_token_id
-        ids = ends if isinstance(ends, list) else [tokenizer.eos_token_id if ends is None else ends]
-        tokenizer.response_template = {
-            "defaults": {"role": "assistant"},
-            "start_anchor_pattern": r"\Z",  # where the prompt ends
-            "fields": {"content": {"close": tokenizer.convert_ids_to_tokens(ids), "content": "text"}},
-        }
+    handlers = (serve._chat_handler, serve._completion_handler, serve._response_handler)
+    for path, handler in zip(GENERATING, handlers):
+        handler.__class__ = _handler_class(type(handler))
+        handler.service, handler.path = service, path
+    app = serve.server.config.app
+    _load_model(app, name)
+    return app
 
 
 def _stock() -> Any:
@@ -137,159 +131,179 @@ def _unset() -> dict[str, Any]:
     }
 
 
-def _refused(status: int, message: str) -> Exception:
-    from fastapi import HTTPException
+@dataclass
+class _Service:
+    """What all requests share.
 
-    return HTTPException(status_code=status, detail=message)
-
-
-def _checked(
-    path: str, own: Callable[[dict[str, Any]], None], has_template: bool
-) -> Callable[[dict[str, Any]], None]:
-    def validate(body: dict[str, Any]) -> None:
-        try:
-            requests.check(path, body)
-        except requests.BadRequest as error:
-            raise _refused(400, str(error)) from None
-        if not has_template and path != "/v1/completions":
-            raise _refused(
-                400, "this model has no chat template: it goes on with texts. Use /v1/completions."
-            )
-        body.setdefault("stream", False)  # one of transformers' handlers streams unless it is told not to
-        own(body)
-
-    return validate
-
-
-def _bounded(own: Callable[..., GenerationConfig], most: int) -> Callable[..., GenerationConfig]:
-    def build(
-        body: Mapping[str, Any], model_config: GenerationConfig, use_cb: bool = False
-    ) -> GenerationConfig:
-        # The seed is set where the request computes: others may be in between.
-        _seed.set(body.get("seed"))
-        found = own(
-            {name: value for name, value in body.items() if name != "seed"}, model_config, use_cb=use_cb
-        )
-        names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-        asked = next((int(body[name]) for name in names if body.get(name) is not None), None)
-        if asked is not None and asked > most:
-            raise _refused(400, f"{asked} tokens are asked for, and this server writes at most {most}.")
-        found.max_new_tokens = min(_DEFAULT_TOKENS, most) if asked is None else asked
-        found.max_length = None
-        # A temperature means nothing to a model whose config says that it does not sample.
-        if body.get("temperature") or (body.get("temperature") is None and body.get("top_p") is not None):
-            found.do_sample = True
-        return found
-
-    return build
-
-
-class _Cancelled(Exception):
-    """Nobody waits for the answer."""
-
-
-class _Watch:
-    """A streamer that counts, and ends a request for which nobody waits.
-
-    streamer  transformers' own, which takes the tokens; None if nobody looks before the end
+    tokenizer  as `prompts.served` makes it
+    most       tokens that an answer may have at most
+    variables  of the chat template, which a request may set
+    readers    threads that read requests: check them, render their templates, find their tokens
+    waiting    threads that wait for answers
     """
 
-    def __init__(self, job: Job, streamer: Any, metrics: Metrics) -> None:
-        self._job, self._streamer, self._is_prompt = job, streamer, True
-        self._metrics = metrics
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._job.cancelled.is_set():
-            raise _Cancelled
-        if self._is_prompt:
-            self._metrics.started(self._job)
-        else:
-            self._job.count(value.numel())
-        self._is_prompt = False
-        if self._streamer is not None:
-            self._streamer.put(value)
-
-    def found(self, tokens: int) -> None:
-        """So many of the prompt's were read before."""
-        self._job.cached = tokens
-
-    def end(self) -> None:
-        if self._streamer is not None:
-            self._streamer.end()
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    metrics: Metrics
+    batches: Batches
+    most: int
+    variables: frozenset[str]
+    readers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_READERS, thread_name_prefix="ktinject reads")
+    )
+    waiting: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="ktinject request")
+    )
 
 
-class _Generator:
-    """Stands for the model where transformers' manager calls `generate`."""
+@cast(Any, functools.cache)
+def _handler_class(stock: Any) -> Any:
+    class Handler(stock):
+        """transformers' handler of a path. Each request has a copy of it, with what is of that request alone."""
 
-    def __init__(self, model: PreTrainedModel, job: Job, metrics: Metrics, batches: Batches) -> None:
-        self._model, self._job, self._metrics, self._batches = model, job, metrics, batches
-        self._seed = _seed.get()
+        service: _Service
+        path: str
+        seed: int | None = None
+        stops: Sequence[str] = ()
+        has_usage = False
+        tools: Any = None
+        failure: str | None = None  # of a stream
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def generate(
-        self,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        streamer: Any = None,
-        tokenizer: Any = None,
-        attention_mask: Any = None,  # all ones, of one text
-        **arguments: Any,
-    ) -> torch.Tensor:
-        sink = _Watch(self._job, streamer, self._metrics)
-        try:
-            return self._batches.generate(
-                input_ids[0].tolist(), generation_config, sink, self._seed, **arguments
-            )
-        finally:
-            self._metrics.ended(self._job)
-
-
-def _manager(metrics: Metrics, batches: Batches) -> Any:
-    class Manager(compat.GenerateManager):
-        """A thread waits for each request; those that compute are of `batches`."""
-
-        def __init__(self) -> None:
-            self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="ktinject request")
-
-        def submit(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._threads.submit(function, *args, **kwargs)
-
-        def generate_streaming(
-            self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            job = _job(inputs, gen_config, metrics)
-            generator = _Generator(model, job, metrics, batches)
-            return super().generate_streaming(generator, processor, inputs, gen_config, *args, **kwargs)
-
-        async def generate_non_streaming(
-            self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-        ) -> tuple[str, int, torch.Tensor]:
-            job = _job(inputs, gen_config, metrics)
-            generator = _Generator(model, job, metrics, batches)
-            work = asyncio.wrap_future(
-                self.submit(generator.generate, **inputs, generation_config=gen_config)
-            )
-            work.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody has looked
+        async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+            one = copy.copy(self)
+            one.generation_state = copy.copy(self.generation_state)
+            one.generation_state.get_manager = lambda *_, **__: Manager(one)
+            service, loop = self.service, asyncio.get_running_loop()
             try:
-                sequences = await asyncio.shield(work)
-            except asyncio.CancelledError:
-                job.cancelled.set()
-                raise
-            written = sequences[0, job.prompt :]
-            return processor.decode(written, skip_special_tokens=True), job.prompt, written
+                begin = await loop.run_in_executor(
+                    service.readers, lambda: _driven(stock.handle_request(one, body, request_id))
+                )
+                found = begin()
+                found = await found if inspect.isawaitable(found) else found
+            except templates.TemplateError as error:
+                raise refused(400, f"the model's chat template {error.said}") from error
+            except Unavailable as error:
+                raise refused(503, str(error)) from error
+            except KTInjectError as error:
+                logger.error("%s failed: %s", self.path, error)
+                raise refused(500, str(error)) from error
+            if hasattr(found, "body_iterator"):
+                found.body_iterator = one._said(found.body_iterator)
+            return found
 
-    return Manager()
+        # In a thread: what comes before the answer.
+
+        def _validate_request(self, body: dict[str, Any]) -> None:
+            try:
+                requests.check(self.path, body, self.service.variables)
+            except requests.BadRequest as error:
+                raise refused(400, str(error)) from None
+            if not self.service.tokenizer.chat_template and self.path != "/v1/completions":
+                raise refused(
+                    400, "this model has no chat template: it goes on with texts. Use /v1/completions."
+                )
+            body.setdefault("stream", False)  # one of transformers' handlers streams unless it is told not to
+            stock._validate_request(self, body)
+            self.has_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+
+        def _build_generation_config(
+            self, body: Mapping[str, Any], model_config: GenerationConfig, use_cb: bool = False
+        ) -> GenerationConfig:
+            self.seed = body.get("seed")  # set where the request computes: others may be in between
+            asked = requests.generation(body)
+            known = {**asked, **{name: value for name, value in body.items() if value is not None}}
+            own = {name: value for name, value in known.items() if name not in _OURS}
+            found: GenerationConfig = stock._build_generation_config(self, own, model_config, use_cb=use_cb)
+            for name in _NAMED:
+                if name in asked:
+                    setattr(found, name, asked[name])
+            _choose(found, known)
+            found.sequence_bias = _bias(known.get("logit_bias"), self.service.model) or found.sequence_bias
+            stop = known.get("stop") or found.stop_strings or ()
+            self.stops, found.stop_strings = ([stop] if isinstance(stop, str) else stop), None
+            most = self.service.most
+            wanted = next((int(known[name]) for name in _MOST if name in known), None)
+            if wanted is not None and wanted > most:
+                raise refused(400, f"{wanted} tokens are asked for, and this server writes at most {most}.")
+            found.max_new_tokens = min(_DEFAULT_TOKENS, most) if wanted is None else wanted
+            found.max_length = None
+            return found
+
+        def _streaming(self, *args: Any, **kwargs: Any) -> Any:
+            return functools.partial(stock._streaming, self, *args, **kwargs)
+
+        async def _non_streaming(self, *args: Any, **kwargs: Any) -> Any:
+            self.tools = kwargs.get("tools")
+            return functools.partial(stock._non_streaming, self, *args, **kwargs)
+
+        # The stream.
+
+        def _build_chunk_sse(self, *args: Any, usage: Any = None, **kwargs: Any) -> str:
+            """Usage is a last chunk of its own without choices, for those that ask for it."""
+            chunk: str = stock._build_chunk_sse(self, *args, **kwargs)
+            if not self.has_usage:
+                return chunk
+            made = {**json.loads(chunk.removeprefix("data: ")), "usage": None}
+            chunks = [made]
+            if usage is not None:
+                chunks.append({**made, "choices": [], "usage": usage.model_dump(exclude_none=True)})
+            return "".join(self.chunk_to_sse(json.dumps(one)) for one in chunks)
+
+        async def _said(self, chunks: Any) -> AsyncIterator[str]:
+            """A stream's chunks, errors in the form that clients read."""
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    if self.failure is not None:
+                        stocks = f'data: {{"error": "{self.failure}"}}\n\n'
+                        chunk = chunk.replace(stocks, self.chunk_to_sse(json.dumps(error_of(self.failure))))
+                    yield chunk
+
+    Handler.__name__, Handler.__qualname__ = stock.__name__, stock.__qualname__
+    return Handler
 
 
-def _job(inputs: Mapping[str, Any], config: GenerationConfig, metrics: Metrics) -> Job:
-    """A request that fits: its answer ends where the context does. Refuses with 400 where there is no room."""
-    prompt = inputs["input_ids"].shape[-1]
-    room = metrics.context - prompt
-    if prompt < 1 or room < 1:
-        raise _refused(
-            400, f"the prompt has {prompt} tokens; there is room for {metrics.context}, the answer included."
-        )
-    config.max_new_tokens = min(config.max_new_tokens, room)
-    return Job(prompt)
+def _driven(request: Coroutine[Any, Any, Any]) -> Any:
+    """What a handler returns that waits for nothing, computed in this thread."""
+    try:
+        request.send(None)
+    except StopIteration as end:
+        return end.value
+    request.close()
+    raise RuntimeError("transformers' handler waits for something before the answer begins")
+
+
+def _choose(config: GenerationConfig, asked: Mapping[str, Any]) -> None:
+    """Say whether an answer is drawn. A temperature means nothing to a model whose config says that it is not."""
+    temperature = asked.get("temperature")
+    if temperature is not None and temperature < requests.LEAST_TEMPERATURE:
+        config.temperature, config.do_sample = 1.0, False
+    elif "do_sample" in asked:
+        config.do_sample = asked["do_sample"]
+    elif temperature is not None or asked.get("top_p") is not None:
+        config.do_sample = True
+
+
+def _bias(asked: Mapping[str, Any] | None, model: Any) -> dict[tuple[int, ...], float] | None:
+    """A request's logit_bias as transformers has it. Refuses tokens that the model does not have."""
+    count = model.config.get_text_config().vocab_size
+    found: dict[tuple[int, ...], float] = {
+        (int(token),): float(bias) for token, bias in (asked or {}).items()
+    }
+    if unknown := [token for (token, *_) in found if token >= count]:
+        raise refused(400, f"logit_bias: token {unknown[0]}; the model's tokens are 0 to {count - 1}.")
+    return found or None
+
+
+def _load_model(app: Any, name: str) -> None:
+    """Answer what clients of `transformers serve` ask before they begin: the model is loaded, as it always is."""
+    from fastapi.responses import StreamingResponse
+
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") != LOAD]
+
+    @app.post(LOAD)
+    async def load_model(body: dict[str, Any]) -> Any:
+        asked = body.get("model")
+        if asked != name:
+            raise refused(400, f"model: found {requests.short(asked)}; this server has {name!r} alone.")
+        said = json.dumps({"status": "ready", "model": name, "cached": True})
+        return StreamingResponse(iter([f"data: {said}\n\n"]), media_type="text/event-stream")

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from ktinject import typed
 from ktinject.errors import KTInjectError, PlanError
 from ktinject.rules.wording import did_you_mean
 from ktinject.serving.conversation import Answer, Conversation
@@ -56,6 +57,7 @@ class Session:
             if line is None:
                 break
             try:
+                line = typed.text(line, "stdin")
                 if line.startswith("/"):
                     if not self._command(line):
                         break
@@ -180,6 +182,7 @@ class Session:
         file = Path(name or "chat.json").expanduser()
         try:
             messages = json.loads(file.read_text("utf-8"))
+            json.dumps(messages, ensure_ascii=False).encode()  # JSON can name halves of characters
         except (OSError, ValueError, RecursionError) as error:
             raise PlanError(
                 f"/load {file}: it cannot be read: {error}. Name what /save has written."

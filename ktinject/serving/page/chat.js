@@ -40,7 +40,10 @@ function number(id) {
 }
 
 function request() {
-  const body = { model: about.model, stream: true, temperature: number("temperature"), max_tokens: number("most") };
+  const body = {
+    model: about.model, stream: true, stream_options: { include_usage: true },
+    temperature: number("temperature"), max_tokens: number("most"),
+  };
   if (!about.chat) return ["/v1/completions", { ...body, prompt: messages.map((one) => one.content).join("") }];
   const system = $("system").value.trim();
   const first = system ? [{ role: "system", content: system }] : [];

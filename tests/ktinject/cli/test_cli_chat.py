@@ -16,11 +16,12 @@ COMMAND = "import sys; sys.argv[0] = 'ktinject'; from ktinject.__main__ import m
 def test_lines_of_stdin_are_questions_and_commands(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("one\n```\ntwo\n")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\xff")
-    saved = tmp_path / "talk.json"
+    saved, half = tmp_path / "talk.json", tmp_path / "half.json"
+    half.write_text('[{"role": "user", "content": "\\ud83d"}]')
     lines = [
         "def f(", "and\\", "more", "/again", "/halp", f"/file {tmp_path / 'note.txt'}", "read it",
         f"/file {tmp_path / 'image.png'}", "/save " + str(saved), "/undo", f"/load {saved}",
-        f"/load {tmp_path / 'note.txt'}", "/system Be brief.", "/system", "hello", "/clear",
+        f"/load {tmp_path / 'note.txt'}", f"/load {half}", "/system Be brief.", "/system", "hello", "/clear",
         "/undo", "/help", "/exit", "not read",
     ]  # fmt: skip
     arguments = ["chat", tiny_qwen3_moe, "--max-new-tokens", 4, "--temperature", 0, "--device", "cpu"]
@@ -40,6 +41,7 @@ def test_lines_of_stdin_are_questions_and_commands(tiny_qwen3_moe: Path, tmp_pat
         "note.txt:\n````\none\n```\ntwo\n````\n\nread it",
     ]
     assert "6 messages from" in notes and re.search(r"note\.txt: it cannot be read: .*Name what /save", notes)
+    assert re.search(r"half\.json: it cannot be read: .*surrogates not allowed", notes)
     assert "\nBe brief.\n" in notes and "/undo: nothing was asked yet." in notes
     assert "\n/file PATH  put a text file" in notes
     assert "first after" not in done.stdout and messages[1]["content"] in done.stdout

@@ -66,6 +66,24 @@ def test_chat_template(tiny_qwen3_moe):
     assert text == "<user>hi<answer>" == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("option, command", [("--prompt", "run"), ("--system", "chat")])
+def test_a_text_in_another_encoding_is_refused(ktinject, tiny_qwen3_moe, option, command):
+    result = ktinject(command, tiny_qwen3_moe, option, "caf\udce9", exit_code=2)
+    assert f"{option}: the text is not in UTF-8" in result.stderr
+
+
+def test_a_text_of_a_shell_without_a_locale_is_kept(ktinject, tiny_qwen3_moe):
+    arguments = ("run", tiny_qwen3_moe, "--max-new-tokens", 2, "--no-compare", "--prompt")
+    assert "\ncafé" in ktinject(*arguments, "caf\udcc3\udca9").stdout
+
+
+def test_a_chat_template_that_refuses_names_its_folder(ktinject, tiny_qwen3_moe, tmp_path):
+    folder = shutil.copytree(tiny_qwen3_moe, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('Ask in Latin') }}")
+    result = ktinject("run", folder, "--prompt", "hi", exit_code=2)
+    assert f"{folder}: its chat template refuses these messages: Ask in Latin." in result.stderr
+
+
 def test_the_table_has_a_dash_where_there_is_no_measurement():
     table = run._table({"unswapped": "MemoryError", "swapped": Measurement([1, 2], 0.5, 2**30, 2**20, 2**21)})
     columns = dict(zip(table.titles, zip(*table.rows)))

@@ -21,10 +21,11 @@ from test_generate import Heard, Shift, prompt
 from test_native_windows import model_of
 from test_outputs import ALL
 from torch import Tensor
-from transformers import DynamicCache, DynamicLayer, StaticCache
+from transformers import DynamicCache, DynamicLayer, StaticCache, StoppingCriteriaList
 from waiting import ctrl_c_ends
 
 from ktinject.generation import decoding, graph_runner, kept_cache
+from ktinject.generation.eligibility import RowCriterion
 from ktinject.hf import compat
 
 torch.set_num_threads(1)
@@ -202,6 +203,24 @@ def test_a_streamer_and_stop_strings(models: Pair) -> None:
         chat.answer(streamer=streamer, **stops)
     assert heard[0].heard == heard[1].heard
     assert_same(ours, theirs)
+
+
+def test_a_criterion_that_asks_what_the_streamer_has(models: Pair) -> None:
+    """Our own loop takes it, and asks it when the streamer has the step's tokens."""
+
+    class Ends(RowCriterion):
+        def __init__(self, streamer: Heard) -> None:
+            self._streamer = streamer
+
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            return torch.full((len(input_ids),), len(self._streamer.heard) > 4, device=input_ids.device)
+
+    ours, theirs = chats(models)
+    streamer = Heard()
+    ours.answer(streamer=streamer, stopping_criteria=StoppingCriteriaList([Ends(streamer)]))
+    theirs.answer(max_new_tokens=4)
+    assert_same(ours, theirs)
+    assert models.model.ktinject_decoding.last == models.last
 
 
 def test_rows_that_end_early(models: Pair) -> None:

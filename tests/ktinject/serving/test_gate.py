@@ -78,7 +78,8 @@ def test_an_answer_passes() -> None:
     "request_, limits, status, message",
     [
         ({"path": "/reset"}, {}, 404, "/reset: there are"),
-        ({"path": "/load_model"}, {}, 404, "there are"),
+        ({"path": "/load_model", "method": "GET"}, {}, 405, "takes POST"),
+        ({"path": "/load_model", "body": b"{"}, {}, 400, "not a JSON object"),
         ({"method": "GET"}, {}, 405, "takes POST"),
         ({"body": b"{"}, {}, 400, "not a JSON object"),
         ({"body": b"[" * 10_000}, {}, 400, "not a JSON object"),

@@ -24,6 +24,8 @@ NEW = 8
 
 
 class Sink:
+    may_complete = False
+
     def __init__(self, ends_at: int | None = None) -> None:
         self.cached, self.tokens, self._ends_at = 0, 0, ends_at
 
@@ -60,7 +62,7 @@ class Reader:
             ]
             self.model = ktinject.optimize(self.model, rules, progress=False)
         self.prefixes = Prefixes(self.model, here, ram)
-        self.batches = Batches(self.model, None, 1, 0, self.prefixes)
+        self.batches = Batches(self.model, 1, 0, self.prefixes)
         self.model.generation_config.eos_token_id = None
         self.read = 0
 
