@@ -1,4 +1,4 @@
-# make demo | dev | check | test | test-transformers | test-sglang | test-vllm | bench | clean
+# make demo | dev | check | test | test-transformers | test-lowest | test-sglang | test-vllm | bench | clean
 #
 # A machine with python3 >= 3.11 (with venv and headers), g++ >= 11 and make needs nothing else. All goes into .venv.
 #
@@ -23,7 +23,7 @@ NATIVE := $(shell find native -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo dev check test test-transformers test-sglang test-vllm bench sanitize clean
+.PHONY: demo dev check test test-transformers test-lowest test-sglang test-vllm bench sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -51,6 +51,10 @@ TRANSFORMERS ?= oldest
 export PIP_ARGS TEST_PROCESSES
 test-transformers: $(VENV)/dev
 	.ci/test_transformers $(TRANSFORMERS)
+
+# All that this package needs, at the lowest versions that pyproject.toml allows; they go into build/.
+test-lowest: $(VENV)/dev
+	.ci/test_lowest
 
 # SGLang and vLLM go into build/.
 test-sglang test-vllm: $(VENV)/dev

@@ -30,6 +30,7 @@ _COUNTS = (
 _TOKENIZER = re.compile(
     r"(tokenizer.*|vocab.*|merges\.txt|special_tokens_map\.json|added_tokens\.json|chat_template.*|.*\.tiktoken)"
 )
+_IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 _WORDS = re.compile(r"tokenizer\.(json|model)|vocab\.(json|txt)|.*\.tiktoken|tekken\.json|.*\.model")
 
 
@@ -60,6 +61,7 @@ def check_config(path: Path) -> None:
     except ValueError:
         return
     check_counts(values, str(path))
+    check_implementations(values, str(path))
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -118,6 +120,32 @@ def check_counts(values: Any, where: str) -> None:
     ]
     if wrong:
         raise CheckpointError(f"{where}: out of proportion:{listed(wrong)}\nPut the model's own file there.")
+
+
+def check_implementations(values: Any, where: str) -> None:
+    """Refuse a config that names a kernel of the Hub, which is native code that would be fetched and run.
+
+    Raises   CheckpointError
+    """
+    named = [
+        f"{key} is {shown(text)}"
+        for key, value in _implementations(values)
+        for text in (value.values() if isinstance(value, Mapping) else (value,))
+        if isinstance(text, str) and "/" in text
+    ]
+    if named:
+        raise CheckpointError(
+            f"{where}: it asks for code of the Hub:{listed(named)}\nA checkpoint may name eager, sdpa and the like. "
+            "Remove the line; whoever trusts that code passes its name to from_pretrained."
+        )
+
+
+def _implementations(values: Any) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items() if isinstance(values, Mapping) else ():
+        if _IMPLEMENTATION.fullmatch(key):
+            yield key, value
+        else:
+            yield from _implementations(value)
 
 
 def _numbers(values: Any, name: str = "") -> Iterator[tuple[str, int | float]]:

@@ -87,7 +87,7 @@ class DataFile:
         Returns        name, bytes, mtime_ns; sha256 of the header, and of a few samples of the data
         Raises         CheckpointError
         """
-        _, _, size, changed = self._identity
+        _, _, size, changed, _ = self._identity
         digests = []
         for places in ([(0, header_bytes)], _samples(header_bytes, size)):
             digest = hashlib.sha256()
@@ -118,7 +118,8 @@ def _samples(start: int, end: int) -> list[tuple[int, int]]:
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    # The time of change of the inode, too: who writes in place may set the other one back.
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def names_in(folder: Path) -> list[str]:

@@ -121,6 +121,11 @@ class PackedFile:
             self._file.close()
             raise
 
+    @property
+    def status(self) -> os.stat_result:
+        """Of the file that is open, whatever its name means by now."""
+        return os.fstat(self._file.fileno())
+
     def check(self, tensors: Mapping[str, PackedTensor]) -> None:
         """Refuse a file that does not hold these tensors, in their dtypes and shapes. Raises CheckpointError."""
         for name, tensor in tensors.items():
@@ -173,8 +178,11 @@ class Writer:
     Raises   OSError as the system does, a full disk among them; nothing is left then
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, PackedTensor], metadata: Mapping[str, str]) -> None:
-        self._path, self._tensors = path, tensors
+    def __init__(
+        self, path: Path, tensors: Mapping[str, PackedTensor], metadata: Mapping[str, str], mode: int = 0o666
+    ) -> None:
+        """mode   of the file, less the process' umask"""
+        self._path, self._tensors, self._mode = path, tensors, mode
         self._metadata = {"format": FORMAT, "version": VERSION, **metadata}
         self._sums = dict.fromkeys(tensors, "0" * 64)
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_COUNTER)}.part")
@@ -185,7 +193,7 @@ class Writer:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for path in abandoned(self._path.parent):
             path.unlink(missing_ok=True)
-        self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
         self._start = len(self._header())
         self._offsets = dict(
             zip(self._tensors, itertools.accumulate((t.bytes for t in self._tensors.values()), initial=0))

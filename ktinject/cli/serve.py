@@ -60,6 +60,14 @@ Key = Annotated[
     Path | None,
     typer.Option("--api-key-file", metavar="PATH", help="A file with the key that requests must bring."),
 ]
+AllowOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-origin",
+        metavar="URL",
+        help="A page from there may use the server, as https://host:port; may be given several times; *: any page.",
+    ),
+]
 
 
 def command(
@@ -78,6 +86,7 @@ def command(
     grace: Grace = 30,
     max_body_mib: MaxBody = 8,
     api_key_file: Key = None,
+    allow_origin: AllowOrigin = None,
     variables: options.Set = None,
     device: options.Device = None,
     budget: options.Budget = None,
@@ -90,7 +99,7 @@ def command(
     from ktinject.serving import stock
 
     stock.require_packages()  # before the model is loaded
-    key = _key(api_key_file)
+    key, origins = _key(api_key_file), _origins(allow_origin or [])
 
     from ktinject.serving.gate import Limits
     from ktinject.serving.server import Server, Settings
@@ -98,7 +107,7 @@ def command(
     folder_name, swapped, tokenizer = loaded.load(
         model, rules, device, budget, dtype, variables, plugins, context, cache, ignore
     )
-    limits = Limits(queue=queue, seconds=timeout, body=max_body_mib << 20, key=key)
+    limits = Limits(queue=queue, seconds=timeout, body=max_body_mib << 20, key=key, origins=origins)
     at_once = 1 if no_batching else batch
     settings = Settings(
         host, port, context, new_tokens, grace, at_once, int(prefix_cache_gib * 2**30), limits
@@ -112,6 +121,19 @@ def command(
             f"{known_as} at {address}/v1, page at {address}, metrics at {address}/metrics"
         )
     )
+
+
+def _origins(given: list[str]) -> frozenset[str]:
+    """Raises PlanError."""
+    from ktinject.serving import origins
+
+    try:
+        return frozenset(map(origins.origin, given))
+    except ValueError as error:
+        raise PlanError(
+            f"--allow-origin: {error}; it is what a browser calls a page's server, such as https://chat.example or "
+            "http://localhost:3000, or *. Write that, without a path."
+        ) from None
 
 
 def _key(file: Path | None) -> str | None:

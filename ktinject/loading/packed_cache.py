@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ _STATE = "state of "
 _KEY_VERSION = 2
 # Left free on a disk, for whoever else writes there.
 _SPARE_BYTES = 1 << 30
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def folder_of_caches() -> Path:
@@ -103,8 +105,11 @@ class PackedCache:
             return None
 
     def _check(self, file: PackedFile) -> None:
-        if os.stat(self.path).st_uid not in (os.geteuid(), 0):
+        status = file.status
+        if status.st_uid not in (os.geteuid(), 0):
             raise CheckpointError(f"{self.path}: it belongs to another user. Delete the file.")
+        if status.st_mode & _OTHERS_WRITE:
+            raise CheckpointError(f"{self.path}: other users may write to it. Delete the file.")
         if file.metadata.get("key") != key_of(self.identity):
             raise CheckpointError(f"{self.path}: it was packed from something else. Delete the file.")
         if file.entries.keys() != self.tensors.keys():
@@ -120,12 +125,13 @@ class PackedCache:
         """
         size = sum(tensor.bytes for tensor in self.tensors.values())
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o777 & ~_OTHERS_WRITE, parents=True, exist_ok=True)
             free = shutil.disk_usage(self.path.parent).free
             if free < size + _SPARE_BYTES:
                 raise OSError(f"{show_bytes(size)} are needed, and {show_bytes(free)} are free")
             metadata = {"key": key_of(self.identity), "source": self.source, **describe(self.identity)}
-            write(self.path, held_by({path: operators[path] for path in self.held}), metadata, shown)
+            held = held_by({path: operators[path] for path in self.held})
+            write(self.path, held, metadata, shown, 0o666 & ~_OTHERS_WRITE)
         except OSError as error:
             logger.warning("no packed cache was written to %s: %s", self.path, error)
             return False
@@ -167,15 +173,21 @@ def fill_from(
     return ahead.pace(total)
 
 
-def write(path: Path, held: Mapping[str, PackedWeights], metadata: Mapping[str, str], shown: bool) -> None:
-    """Write what operators hold. Raises OSError, with nothing left of the file."""
+def write(
+    path: Path,
+    held: Mapping[str, PackedWeights],
+    metadata: Mapping[str, str],
+    shown: bool,
+    mode: int = 0o666,
+) -> None:
+    """Write what operators hold, to a file of a mode, less the umask. Raises OSError, with nothing left of the file."""
     tensors = tensors_of(held)
     states = {_STATE + name: json.dumps(dict(weights.state)) for name, weights in held.items()}
     with (
         progress(
             sum(tensor.bytes for tensor in tensors.values()), shown, "writing packed weights"
         ) as advance,
-        Writer(path, tensors, {**metadata, **states}) as writer,
+        Writer(path, tensors, {**metadata, **states}, mode) as writer,
         ReadAhead([*tensors], writer.write, lambda name: 0) as ahead,
     ):
         try:

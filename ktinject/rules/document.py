@@ -5,6 +5,8 @@ Nothing here knows what a rule is. YAML is taken as PyYAML's safe *events* (see 
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,13 +37,20 @@ PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def from_file(path: Path, source: str, problems: Problems | None = None, number_keys: bool = False) -> Node:
     """Read a file. Raises RuleError for what cannot be read and for everything `from_bytes` refuses."""
+    return from_bytes(bytes_of(path, source), source, problems=problems, number_keys=number_keys)
+
+
+def bytes_of(path: Path, source: str) -> bytes:
+    """The bytes of a file, and one more than may be at most. Raises RuleError.
+
+    No more than its size says: some files of the system are of no size, and whoever reads them waits for ever.
+    """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        with io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            return os.pread(file.fileno(), min(os.fstat(file.fileno()).st_size, MAX_BYTES + 1), 0)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise RuleError(f"{source}: {reason}; a rule file must be readable. Check the path.") from error
-    return from_bytes(data, source, problems=problems, number_keys=number_keys)
 
 
 def from_bytes(

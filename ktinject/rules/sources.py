@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ logger = logging.getLogger("ktinject")
 
 PYTHON = "<python>"
 MAX_BASES = 8
+_HAS_A_KEY = re.compile(rb"\b(version|extends|rules)[\"']?\s*:")
 
 
 def read(
@@ -100,7 +102,14 @@ def with_bases(own: Document, path: Path | None = None) -> list[Document]:
                 f"extends {show(name)}, which extends this file; a file may not extend itself. Remove one extends."
             )
         chain.append(real)
-        found.append(Document(document.from_file(base, shown), shown))
+        data = document.bytes_of(base, shown)
+        if not _HAS_A_KEY.search(data):
+            # Of a file that is anything else, such as one of passwords, a refusal shows no line.
+            raise place.refusal(
+                f"extends {show(name)}: {show(str(base))} is no rule file; one has a version and rules. "
+                "Correct it."
+            )
+        found.append(Document(document.from_bytes(data, shown), shown))
         path = base
     return found
 

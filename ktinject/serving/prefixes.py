@@ -13,7 +13,9 @@ What the paged cache of a batch holds is its own, see batches.py.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from transformers import DynamicCache
 
 from ktinject.generation.cache_layers import ALL_TOKENS, kind_of, kind_support
 from ktinject.operators.offload import lent
+from ktinject.serving.beginnings import Beginnings
 
 logger = logging.getLogger("ktinject")
 
@@ -85,11 +88,19 @@ def _block(is_pinned: bool) -> Tensor:
 
 @dataclass(eq=False)
 class _Kept:
-    """ids: the tokens that the cache holds; in_ram: its tensors, which it has none of then."""
+    """A text.
+
+    ids      the tokens that the cache holds
+    in_ram   its tensors, which it has none of then
+    used     when it was used, in counts of uses
+    counted  its bytes, as its group has counted them
+    """
 
     ids: list[int]
     cache: DynamicCache
     in_ram: InRam | None = None
+    used: int = 0
+    counted: int = 0
 
     @property
     def is_here(self) -> bool:
@@ -131,6 +142,32 @@ class _Kept:
             )
 
 
+class _Group:
+    """Texts in the order in which they were used, and how large they are together.
+
+    tokens, bytes   of all; kept up to date, since a sum over thousands of texts and layers would take seconds
+    """
+
+    def __init__(self) -> None:
+        self._texts: list[_Kept] = []
+        self.tokens = self.bytes = 0
+
+    def add(self, kept: _Kept) -> None:
+        kept.counted = kept.bytes
+        insort(self._texts, kept, key=_used)
+        self.tokens += len(kept.ids)
+        self.bytes += kept.counted
+
+    def remove(self, kept: _Kept) -> None:
+        del self._texts[bisect_left(self._texts, kept.used, key=_used)]
+        self.tokens -= len(kept.ids)
+        self.bytes -= kept.counted
+
+    @property
+    def oldest(self) -> _Kept:
+        return self._texts[0]
+
+
 class Prefixes:
     """Caches of texts. Not safe from several threads.
 
@@ -140,7 +177,10 @@ class Prefixes:
 
     def __init__(self, model: Any, here: int, ram: int) -> None:
         self._model, self._here, self._ram = model, here, ram
-        self._kept: list[_Kept] = []  # the least recently used one first
+        self._beginnings: Beginnings[_Kept] = Beginnings()
+        self._clock = itertools.count()
+        self._in_ram = _Group()
+        self._on_device = self._in_ram if self._is_cpu else _Group()
         like = DynamicCache(config=self._config)
         # Of other kinds of caches nobody knows how many tokens they hold.
         self._is_known = bool(kind_support(like)) and not all(
@@ -153,15 +193,18 @@ class Prefixes:
         return self._model.config.get_text_config(decoder=True)
 
     @property
+    def _is_cpu(self) -> bool:
+        return bool(self._model.device.type == "cpu")
+
+    @property
     def on_device(self) -> int:
         """Tokens on the model's device."""
-        return sum(len(kept.ids) for kept in self._kept if kept.is_here)
+        return self._on_device.tokens
 
     @property
     def in_ram(self) -> int:
         """Bytes."""
-        is_cpu = self._model.device.type == "cpu"
-        return sum(kept.bytes for kept in self._kept if is_cpu or not kept.is_here)
+        return self._in_ram.bytes
 
     def take(self, ids: list[int]) -> tuple[DynamicCache | None, int]:
         """A cache for a text, and how many of its tokens it holds; at least one is left to be read.
@@ -170,18 +213,15 @@ class Prefixes:
         """
         if not self._is_known or not (self._ram or self._here):
             return None, 0
-        found = [(_common(kept.ids, ids[:-1]), kept) for kept in self._kept]
-        whole = [(same, kept) for same, kept in found if same == len(kept.ids)]
-        same, kept = max(whole, key=lambda pair: pair[0], default=(0, None))
-        if self._is_cut:
-            longest, other = max(found, key=lambda pair: pair[0], default=(0, None))
-            if other is not None and longest >= max(same + 1, _FEWEST):
-                self._kept.remove(other)
-                self._kept.append(other)  # used just now
-                return self._beginning(other, longest), longest
+        found = self._beginnings.find(ids[:-1])
+        kept = found.whole[-1] if found.whole else None
+        same = len(kept.ids) if kept is not None else 0
+        if self._is_cut and found.text is not None and found.common >= max(same + 1, _FEWEST):
+            self._use(found.text)
+            return self._beginning(found.text, found.common), found.common
         if kept is None:
             return DynamicCache(config=self._config), 0
-        self._kept.remove(kept)
+        self._remove(kept)
         kept.come_back()
         return kept.cache, same
 
@@ -189,33 +229,45 @@ class Prefixes:
         """Keep a cache for texts that begin with these tokens, which it holds."""
         if cache is None or not ids or cache.get_seq_length() != len(ids):
             return
-        self._kept = [kept for kept in self._kept if _common(kept.ids, ids) < len(kept.ids)]
-        self._kept.append(_Kept(ids, cache))
-        if self._model.device.type != "cpu":
-            for kept in [*self._kept]:
-                if self.on_device <= self._here:
-                    break
-                if kept.is_here:
-                    self._leave(kept)
-        else:
+        for shorter in self._beginnings.find(ids).whole:
+            self._remove(shorter)
+        kept = _Kept(ids, cache, used=next(self._clock))
+        self._beginnings.add(kept, ids)
+        self._group(kept).add(kept)
+        if self._is_cpu:
             self._make_room(0)
+        else:
+            while self.on_device > self._here:
+                self._leave(self._on_device.oldest)
+
+    def _group(self, kept: _Kept) -> _Group:
+        return self._on_device if kept.is_here else self._in_ram
+
+    def _use(self, kept: _Kept) -> None:
+        """It was used just now."""
+        self._group(kept).remove(kept)
+        kept.used = next(self._clock)
+        self._group(kept).add(kept)
+        self._beginnings.use(kept)
+
+    def _remove(self, kept: _Kept) -> None:
+        self._group(kept).remove(kept)
+        self._beginnings.remove(kept)
 
     def _leave(self, kept: _Kept) -> None:
         """From the device to RAM, or out."""
         if kept.bytes > self._ram:
-            self._kept.remove(kept)
-        else:
-            self._make_room(kept.bytes)
-            kept.leave()
+            self._remove(kept)
+            return
+        self._make_room(kept.bytes)
+        self._on_device.remove(kept)
+        kept.leave()
+        self._in_ram.add(kept)
 
     def _make_room(self, bytes: int) -> None:
         """Let the least recently used texts go until so many more may be in RAM."""
-        while self._kept and self.in_ram + bytes > self._ram:
-            self._kept.remove(next(kept for kept in self._kept if self._counts(kept)))
-
-    def _counts(self, kept: _Kept) -> bool:
-        """Whether it takes RAM."""
-        return not kept.is_here or self._model.device.type == "cpu"
+        while self.in_ram and self.in_ram + bytes > self._ram:
+            self._remove(self._in_ram.oldest)
 
     def _beginning(self, kept: _Kept, tokens: int) -> DynamicCache:
         """A copy of the first tokens' keys and values."""
@@ -240,9 +292,5 @@ def _tensors(layer: Any) -> list[Tensor]:
     return found
 
 
-def _common(some: list[int], others: list[int]) -> int:
-    """How many tokens both begin with."""
-    count = min(len(some), len(others))
-    if some[:count] == others[:count]:
-        return count
-    return next(at for at in range(count) if some[at] != others[at])
+def _used(kept: _Kept) -> int:
+    return kept.used

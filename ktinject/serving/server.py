@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ktinject.errors import PlanError
 from ktinject.generation import batching
 from ktinject.planning.plan import Plan
-from ktinject.serving import page, picture, stock
+from ktinject.serving import bounds, origins, page, picture, stock
 from ktinject.serving.activity import Activity
 from ktinject.serving.batches import PAGE, Batches
 from ktinject.serving.gate import Gate, Limits
@@ -24,7 +24,6 @@ from ktinject.tools import evaluate
 
 logger = logging.getLogger("ktinject")
 
-LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _USUAL_TOKENS = (
     4096  # of a request, prompt and answer, for which the paged cache is made; others may have more
 )
@@ -121,7 +120,7 @@ class Server:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, settings: Settings
     ) -> None:
         stock.require_packages()
-        import uvicorn
+        from ktinject.serving import connections
 
         if not tokenizer.is_fast:
             raise PlanError(
@@ -133,12 +132,11 @@ class Server:
         most = min(settings.most or context, context)
         self._batches, notes = batches_of(model, context, settings)
         self.notes += notes
-        app = stock.application(model, tokenizer, name, metrics, most, self._batches)
-        is_local = settings.host in LOCAL
-        limits = dataclasses.replace(
-            settings.limits, hosts=LOCAL if is_local else None, running=self._batches.most
-        )
-        if not is_local and limits.key is None:
+        reader = bounds.bounded(tokenizer, context)
+        app = stock.application(model, reader, name, metrics, most, self._batches)
+        hosts = origins.own_names(settings.host)
+        limits = dataclasses.replace(settings.limits, hosts=hosts, running=self._batches.most)
+        if hosts is None and limits.key is None:
             self.notes.append(
                 "whoever reaches this machine can use the model: there is no key (--api-key-file)"
             )
@@ -152,16 +150,8 @@ class Server:
 
         views = {"/plan": plan, "/activity": self.activity.answer}
         gate = Gate(app, metrics, limits, state, lambda: self._server.should_exit, views, page.files())
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                gate,
-                host=settings.host,
-                port=settings.port,
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=settings.grace,
-                timeout_keep_alive=30,
-            )
+        self._server = connections.Listener(
+            gate, settings.host, settings.port, settings.grace, limits.queue + limits.running
         )
 
     @property
@@ -176,18 +166,12 @@ class Server:
         """Serve until SIGINT or SIGTERM; requests that run then may end within the grace time.
 
         ready   called with the address, once it listens
-        Raises  PlanError if it cannot listen there
+        Raises  PlanError if it cannot listen there.
         """
         own = self._server.startup
 
         async def startup(sockets: Any = None) -> None:
-            try:
-                await own(sockets)
-            except SystemExit as error:  # uvicorn has said why
-                config = self._server.config
-                raise PlanError(
-                    f"{config.host}:{config.port}: nothing can listen there. Name another --port."
-                ) from error
+            await own(sockets)
             if ready is not None and self.address is not None:
                 ready(self.address)
 

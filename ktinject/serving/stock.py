@@ -30,7 +30,8 @@ from ktinject.errors import KTInjectError, PlanError
 from ktinject.hf import compat, templates
 from ktinject.serving import prompts, requests
 from ktinject.serving.batches import Batches
-from ktinject.serving.gate import GENERATING, LOAD, error_of
+from ktinject.serving.gate import GENERATING, LOAD
+from ktinject.serving.refusal import error_of
 from ktinject.serving.manager import Manager
 from ktinject.serving.metrics import Metrics
 from ktinject.serving.prompts import refused

@@ -57,3 +57,23 @@ def test_what_models_have_is_in_proportion(name: str) -> None:
 def test_counts_are_found_wherever_they_are(values: dict) -> None:
     with pytest.raises(CheckpointError, match=r"where: out of proportion:\n  (depth|n_layer|num_experts) is"):
         check_counts(values, "where")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attn_implementation": "org/kernel"},
+        {"_attn_implementation": "paged|org/kernel@main:function"},
+        {"text_config": {"attn_implementation": "org/kernel"}},
+        {"attn_implementation": {"text_config": "org/kernel"}},
+        {"_experts_implementation_internal": "org/kernel"},
+    ],
+)
+def test_a_config_does_not_choose_native_code(values: dict, tmp_path: Path) -> None:
+    """transformers would fetch it from the Hub and run it, without a question."""
+    made = models.config("qwen3_moe").to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**made, **values}))
+    with pytest.raises(CheckpointError, match=r"(?s)asks for code of the Hub:.*org/kernel.*Remove the line"):
+        hf.read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**made, "attn_implementation": "eager"}))
+    assert hf.read_config(tmp_path)._attn_implementation == "eager"

@@ -2,7 +2,9 @@
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+-]*)/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
-const INLINE = /(`+)([^`]+?)\1(?!`)|\*\*([^*]+?)\*\*|\*([^*\s][^*]*?)\*|\[([^\]]+)\]\((https?:\/\/[^\s)]+)\)/g;
+// What it looks for ends where the next one might begin, so that a text of many beginnings takes no longer than another.
+const INLINE =
+  /(?<!`)(`{1,3})([^`]+)\1(?!`)|\*\*([^*]+)\*\*|\*([^*\s][^*]*)\*|\[([^[\]]+)\]\((https?:\/\/[^\s()]+)\)/g;
 
 function element(name, content = "") {
   const made = document.createElement(name);

@@ -234,6 +234,13 @@ def overwrite(path: Path) -> None:
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
 
 
+def overwrite_unseen(path: Path) -> None:
+    """With the size and the time of change that it had."""
+    old = path.stat()
+    overwrite(path)
+    os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
+
+
 def replace(path: Path) -> None:
     old = path.stat()
     new = path.with_name("new")
@@ -247,6 +254,7 @@ CHANGES = {
     "emptied": lambda path: os.truncate(path, 0),
     "longer": append,
     "overwritten": overwrite,
+    "overwritten, and its time set back": overwrite_unseen,
     "replaced": replace,
     "removed": os.unlink,
 }

@@ -52,3 +52,11 @@ def test_refusals_come_before_the_model_is_loaded(ktinject, tiny_qwen3_moe: Path
     (tmp_path / "key").write_text("short")
     result = ktinject("serve", tiny_qwen3_moe, "--api-key-file", tmp_path / "key", exit_code=2)
     assert "a key has at least 8 ASCII characters" in result.stderr
+
+
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/page", ""])
+def test_a_page_that_is_no_origin_is_refused_before_the_model_is_loaded(
+    origin: str, ktinject, tiny_qwen3_moe: Path
+) -> None:
+    result = ktinject("serve", tiny_qwen3_moe, "--allow-origin", origin, exit_code=2)
+    assert f"--allow-origin: {origin!r} is no origin; it is what a browser calls" in result.stderr

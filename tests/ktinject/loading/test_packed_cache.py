@@ -276,3 +276,38 @@ def test_a_file_in_use_that_changes_is_not_believed(source: Path, cache_folder: 
         os.utime(path, (1, 1))
         with pytest.raises(CheckpointError, match="changed while it was in use"):
             file.wrong(lambda count: None)
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+def test_a_file_that_others_may_write_to_is_not_believed(
+    mode: int, source: Path, cache_folder: Path, reads: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = os.umask(0)
+    try:
+        want = logits(load(source))
+    finally:
+        os.umask(before)
+    (path,) = cache_folder.iterdir()
+    assert [found.stat().st_mode & 0o022 for found in (path, cache_folder)] == [0, 0], "whatever the umask is"
+    path.chmod(mode)
+    reads.clear()
+    assert torch.equal(logits(load(source)), want) and experts_read(reads) > 0
+    assert "other users may write to it" in caplog.text
+    reads.clear()
+    load(source)
+    assert experts_read(reads) == 0, "a new one is there"
+
+
+def test_a_file_that_is_deleted_once_it_is_open_is_not_believed(
+    source: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = logits(load(source))
+    opened = PackedFile.__init__
+
+    def vanishing(self: PackedFile, path: Path) -> None:
+        opened(self, path)
+        path.unlink()
+
+    monkeypatch.setattr(PackedFile, "__init__", vanishing)
+    reads.clear()
+    assert torch.equal(logits(load(source)), want) and experts_read(reads) > 0

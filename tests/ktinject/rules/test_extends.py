@@ -10,6 +10,8 @@ import pytest
 from rule_texts import refused, rule
 
 from ktinject import rules
+from ktinject.errors import RuleError
+from ktinject.rules import excerpt
 
 MODULES: list[rules.Module] = [
     ("model", ("Model",), None),
@@ -114,7 +116,8 @@ def test_a_base_gives_way(write: Callable[..., Path]) -> None:
         ({"a": "extends: a.yaml"}, "a.yaml:2: ", ("which extends this file",)),
         ({"a": "extends: b.yaml", "b": HEAD + "extends: a.yaml"}, "b.yaml:2: ", ("which extends this file",)),
         ({"a": "extends: b.yaml", "b": HEAD}, "b.yaml:1: ", ("no rules",)),
-        ({"a": "extends: b.yaml", "b": "- a"}, "b.yaml:1: ", ("the document is a list",)),
+        ({"a": "extends: b.yaml", "b": "rules:\n- a"}, "b.yaml:1: ", ("version",)),
+        ({"a": "extends: b.yaml", "b": "- a"}, "a.yaml:2: ", ("is no rule file; one has a version and rules",)),
         ({"a": "extends: b.yaml\nvariables: {w: true}", "b": BASE}, "a.yaml:3: variable 'w': ", ("default is 'bf16'",)),
         ({"a": "extends: b.yaml\nrules:\n" + rule(name="experts"), "b": BASE}, "a.yaml:4: rule 'experts': ",
          ("b.yaml:5", "the extended file's rule gets what yours leaves")),
@@ -128,6 +131,22 @@ def test_refusals(write: Callable[..., Path], texts: dict[str, str], at: str, wo
     file = write(**{**texts, "a": HEAD + texts["a"]})
     with refused(*words, at=f"{file.parent}/{at}"):
         rules.read(file)
+
+
+def test_nothing_is_shown_of_a_file_that_is_no_rule_file(write: Callable[..., Path]) -> None:
+    """Whoever gets a file of rules from somebody else may show its refusal to others."""
+    for secret in ("root:x:0:0:secret", "a: [secret", "secret:\n\tb: 1"):
+        with pytest.raises(RuleError) as found:
+            rules.read(write(a=HEAD + "extends: b.yaml", b=secret))
+        assert "secret" not in str(found.value) + excerpt.pointed(found.value)
+
+
+@pytest.mark.parametrize("path", ["/proc/kmsg", "/proc/self/environ", "/dev/zero"])
+def test_files_that_the_system_makes_up_do_not_keep_a_reader(write: Callable[..., Path], path: str) -> None:
+    """Some have no end, and some wait for what never comes."""
+    for file in (write(a=f"{HEAD}extends: {path}"), path):
+        with pytest.raises(RuleError):
+            rules.read(file)
 
 
 def test_what_is_read_from_bytes_extends_files_of_the_working_directory(

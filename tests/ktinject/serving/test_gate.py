@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ktinject.serving import page
+from ktinject.serving import gate, page
 from ktinject.serving.gate import Gate, Limits
 from ktinject.serving.metrics import Job, Metrics
 
@@ -21,6 +21,7 @@ class Client:
 
     def __init__(self, app: Any, limits: Limits | None = None, **arguments: Any) -> None:
         self.metrics = Metrics(100)
+        self.headers: dict[bytes, bytes] = {}  # of the last answer
         self.gate = Gate(app, self.metrics, limits or Limits(), **arguments)
 
     async def ask(
@@ -29,6 +30,7 @@ class Client:
         body: bytes = b"{}",
         method: str = "POST",
         leave: Awaitable[Any] | None = None,
+        client: str = "10.0.0.1",
         **headers: str,
     ) -> tuple[int, bytes]:
         """Status and body. `leave`: the client goes when that is done."""
@@ -44,10 +46,13 @@ class Client:
         async def send(message: Any) -> None:
             sent.append(message)
 
+        headers = {"content_type": "application/json", **headers}
         named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        await self.gate({"type": "http", "path": path, "method": method, "headers": named}, receive, send)
+        scope = {"type": "http", "path": path, "method": method, "headers": named, "client": (client, 1)}
+        await self.gate(scope, receive, send)
         if not sent:
             return 0, b""
+        self.headers = dict(sent[0]["headers"])
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 
@@ -105,7 +110,7 @@ def test_what_is_refused(request_: dict[str, Any], limits: dict[str, Any], statu
 
 @pytest.mark.parametrize("host", ["localhost:80", "127.0.0.1", "[::1]:8000"])
 def test_a_key_and_the_own_name_let_in(host: str) -> None:
-    limits = Limits(key="12345678", hosts=frozenset({"localhost", "127.0.0.1", "[::1]"}))
+    limits = Limits(key="12345678", hosts=frozenset({"localhost", "127.0.0.1", "::1"}))
     client = Client(OK, limits)
     assert run(lambda: client.ask(authorization="Bearer 12345678", host=host))[0] == 200
     assert run(lambda: client.ask("/health", method="GET", host=host)) == (200, b'{"status": "ok"}')
@@ -193,7 +198,7 @@ def test_what_takes_too_long_is_ended(begins: bool) -> None:
 def test_a_full_queue_refuses_and_takes_the_next_one_when_there_is_room() -> None:
     async def scene() -> None:
         app = Slow(False)
-        client = Client(app, Limits(queue=2))
+        client = Client(app, Limits(queue=2, door=0))
         asking = [asyncio.ensure_future(client.ask()) for _ in range(3)]
         while app.running < 3:
             await asyncio.sleep(0)
@@ -209,7 +214,73 @@ def test_a_full_queue_refuses_and_takes_the_next_one_when_there_is_room() -> Non
 
 
 def test_a_server_that_ends_says_so() -> None:
-    assert run(lambda: Client(OK, closing=lambda: True).ask("/health", method="GET"))[0] == 503
+    client = Client(OK, closing=lambda: True)
+    assert run(lambda: client.ask("/health", method="GET"))[0] == 503
+    assert client.headers[b"connection"] == b"close", "so that the next request is another server's"
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_what_runs_when_the_server_has_ended_is_told_so(begins: bool) -> None:
+    async def scene() -> None:
+        app = Slow(begins)
+        client = Client(app)
+        asking = asyncio.ensure_future(client.ask())
+        while not app.running:
+            await asyncio.sleep(0)
+        await client.gate.drain(0.05)
+        status, body = await asking
+        assert app.ended == 1 and status == (200 if begins else 503)
+        said = body.rpartition(b"data: ")[2] if begins else body
+        assert json.loads(said)["error"]["message"] == "the server has ended, and this request with it."
+
+    run(scene)
+
+
+def test_requests_may_end_while_the_server_does() -> None:
+    async def scene() -> None:
+        app = Slow(False)
+        client = Client(app)
+        asking = asyncio.ensure_future(client.ask())
+        while not app.running:
+            await asyncio.sleep(0)
+        ending = asyncio.ensure_future(client.gate.drain(60))
+        app.let_go.set()
+        assert (await asking)[0] == 200
+        await ending
+
+    run(scene)
+
+
+def test_a_client_that_does_not_read_keeps_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_LAST_SECONDS", 0.05)
+
+    async def scene() -> None:
+        app = Slow(True)
+        client = Client(app)
+        never = asyncio.get_running_loop().create_future()
+        sent = 0
+
+        async def send(message: Any) -> None:
+            nonlocal sent
+            sent += 1
+            if sent > 2:
+                await never
+
+        async def receive() -> Any:
+            if sent:
+                await never
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "path": CHAT, "method": "POST", "headers": headers}
+        asking = asyncio.ensure_future(client.gate(scope, receive, send))
+        while sent < 2:
+            await asyncio.sleep(0)
+        await client.gate.drain(0)
+        await asyncio.wait_for(asking, 5)
+        assert app.ended == 1 and client.metrics.inflight == 0
+
+    run(scene)
 
 
 def test_metrics_are_what_was_done() -> None:
