@@ -71,7 +71,7 @@ class Machine:
     memory_available_bytes  what can still be allocated within both
     memory_limit_bytes      the cgroup limit, None without one
     huge_pages              state of transparent huge pages: always, madvise, never or absent
-    cpu_features            instruction sets that CPU and operating system let us use
+    cpu_features            instruction sets that CPU, operating system and KTINJECT_KERNEL let us use
     amx_permission          granted, absent, or "refused: …"
     kernels                 the native kernel table, best first
     gpus, no_gpu            the CUDA devices, and why there is none
