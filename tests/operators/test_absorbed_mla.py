@@ -103,6 +103,21 @@ def test_a_mask_of_ones_own(kind: str, prefill: str) -> None:
     same(model, swapped, mask, input_ids=ids(2, 9))
 
 
+@pytest.mark.parametrize("prefill", ["expanded", "absorbed"])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
+def test_a_mask_of_a_tree(name: str, kind: str, prefill: str) -> None:
+    """Each token sees its ancestors; an index chooses four of them. In fp32: roundings of bf16 choose others."""
+    if name not in AVAILABLE:
+        pytest.skip(f"transformers has no {name}")
+    model, swapped = pair(name, prefill, **({} if name == "deepseek_v3" else {"index_topk": 4}))
+    seen = torch.eye(20, dtype=torch.bool)
+    for token in range(1, 20):
+        seen[token] |= seen[token - 1 - token * 7 % min(3, token)]
+    mask = seen[None, None] if kind == "bool" else torch.zeros(1, 1, 20, 20).masked_fill(~seen, -1e9)
+    same(model, swapped, mask, input_ids=ids(1, 20), position_ids=seen.sum(-1)[None] - 1)
+
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
