@@ -15,7 +15,6 @@ from test_native_decoder import (
     INT8_TOLERANCE,
     TOLERANCE,
     assert_as_exact_as_its_own,
-    difference,
     doubled,
     varied,
 )
