@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from trained import trained_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 import ktinject
@@ -22,8 +23,6 @@ from ktinject.operators.probes.latent_formula import LatentSpec
 from ktinject.operators.torch_ops import cpu_attention
 from tests.models import AVAILABLE, config, tiny
 from tests.reference import relative_error
-
-MODELS = Path(__file__).parents[2] / "examples/models"
 
 # What the same mathematics may differ by in fp32, sums taken in another order. Seen: 3e-6.
 FP32 = 5e-5
@@ -338,7 +337,7 @@ def test_saved_and_loaded_again(tmp_path: Path) -> None:
 
 def test_trained_model() -> None:
     """The same greedy tokens in fp32, and in bf16 logits as close as transformers' own are to fp32."""
-    folder = MODELS / "tiny-deepseek-v3"
+    folder = trained_model("tiny-deepseek-v3")
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     swapped = ktinject.load(folder, rules(), dtype=torch.float32, devices=["cpu"], progress=False)
     prompt = torch.arange(40, 72)[None]

@@ -7,7 +7,6 @@ import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import models as families
@@ -25,6 +24,7 @@ from test_native_decoder import (
     swapped,
 )
 from torch import Tensor
+from trained import trained_model
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
@@ -498,9 +498,9 @@ def test_heads_read_what_the_model_s_logits_are_made_of(
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GRAPH.marks)])
 def test_heads_that_were_trained(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They lie beside the checkpoint, and are right about as often as when they were trained: 0.44 and 0.47."""
-    folder = Path(__file__).parents[3] / "examples/models" / name
+    folder = trained_model(name)
     model: Any = ktinject.load(folder, devices="cuda:0" if device == "cuda" else "cpu", progress=False)
-    line = (folder.parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    line = trained_model("prompts.jsonl").read_text(encoding="utf-8").splitlines()[0]
     ids = AutoTokenizer.from_pretrained(folder)(json.loads(line)["prompt"], return_tensors="pt").input_ids
     arguments: dict[str, Any] = {
         "input_ids": ids[:, -96:].to(model.device),
