@@ -101,12 +101,14 @@ def test_every_allocation_of_a_request_may_fail(shim: prepared.Server) -> None:
 
 
 @pytest.mark.slow
-def test_an_allocation_of_a_load_may_fail(shim: prepared.Server, tiny_qwen3_moe: Path) -> None:
+@pytest.mark.parametrize("tries", [12, pytest.param(250, marks=pytest.mark.nightly)])
+def test_an_allocation_of_a_load_may_fail(shim: prepared.Server, tiny_qwen3_moe: Path, tries: int) -> None:
     """Some of the many, from the first on; the model is as it was, and the next try succeeds.
 
     How many there are depends on which thread comes first, and some can be made up for: then the model is whole.
     """
-    code = """
+    code = f"""
+        TRIES = {tries}
         from transformers import AutoConfig, AutoModelForCausalLM
         config = AutoConfig.from_pretrained(PATH)
         ids = torch.arange(5, 25)[None]
@@ -125,7 +127,7 @@ def test_an_allocation_of_a_load_may_fail(shim: prepared.Server, tiny_qwen3_moe:
         _, error, left = attempt(lambda: optimize(meta()), 10**9)
         assert error is None
         raised = 0
-        for n in [(10**9 - left) * part // 12 for part in range(12)]:
+        for n in [(10**9 - left) * part // TRIES for part in range(TRIES)]:
             model = meta()
             before = classes(model)
             got, error, _ = attempt(lambda: optimize(model), n)
@@ -139,4 +141,4 @@ def test_an_allocation_of_a_load_may_fail(shim: prepared.Server, tiny_qwen3_moe:
         print(raised)
     """
     (raised,) = answer(shim, tiny_qwen3_moe, code)
-    assert raised >= 10
+    assert raised >= 0.8 * tries
