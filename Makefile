@@ -1,4 +1,4 @@
-# make demo | dev | check | test | test-transformers | test-lowest | test-sglang | test-vllm | bench | clean
+# make demo | dev | check | test | test-levels | test-transformers | test-lowest | test-sglang | test-vllm | bench | clean
 #
 # A machine with python3 >= 3.11 (with venv and headers), g++ >= 11 and make needs nothing else. All goes into .venv.
 #
@@ -23,7 +23,7 @@ NATIVE := $(shell find native -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo dev check test test-transformers test-lowest test-sglang test-vllm bench sanitize clean
+.PHONY: demo dev check test test-levels test-transformers test-lowest test-sglang test-vllm bench sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -45,6 +45,18 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/dev
 	python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "$(TESTS)" -p no:cacheprovider --junitxml=build/test-results.$$$$.xml; \
 	status=$$?; mv -f build/test-results.$$$$.xml build/test-results.xml; exit $$status
+
+# What computes, at each instruction level that this CPU has; the software model of AMX's tiles stands in for AMX where
+# there is none. LEVELS="avx2 avx512" names them.
+LEVELS ?=
+HAD := from ktinject import _native; had = [row["name"] for row in _native.levels() if row["available"]]; \
+  print(*(name for name in had if name != "modelled_amx" or "amx" not in had))
+test-levels: $(VENV)/dev
+	@failed=; for level in $(or $(LEVELS),$$(python -c '$(HAD)')); do \
+	  echo "level $$level"; \
+	  KTINJECT_KERNEL=$$level $(MAKE) --no-print-directory test TESTS="numeric and not gpu and not nightly" \
+	    || failed="$$failed $$level"; \
+	done; [ -z "$$failed" ] || { echo "failed at:$$failed" >&2; exit 1; }
 
 # TRANSFORMERS: oldest, newest or a number, of the versions that pyproject.toml allows.
 TRANSFORMERS ?= oldest

@@ -5,11 +5,12 @@ Everything that can be set from outside the process stands here, so a forward pa
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ class Settings:
     """What the environment asks for. None means that the variable is absent or empty: ktinject decides.
 
     threads    workers of the CPU pool
-    kernel     the row of the kernel table to force
+    kernel     the row of the kernel table to force; at most one of this and `level` is set
+    level      the instruction level that all of the native core is restricted to
     numa       virtual NUMA nodes that weights and workers are cut into, for tests
     cache      folder of files that can be built again at any time
     verbosity  a key of VERBOSITY
@@ -36,6 +38,7 @@ class Settings:
     numa: int | None = None
     cache: Path = Path("~/.cache/ktinject")
     verbosity: str | None = None
+    level: str | None = None
 
 
 @functools.cache
@@ -43,11 +46,11 @@ def settings() -> Settings:
     """The settings of this process; the environment is read on the first call and never again.
 
     What belongs to the process and to no model takes effect here: the number of threads and of virtual nodes,
-    the forced kernel, and what is logged.
+    the instruction level or the forced kernel, and what is logged.
 
     Raises  PlanError, or OperatorError for KTINJECT_KERNEL, as `read` does
     """
-    found = read(os.environ, kernels=_native.kernels())
+    found = read(os.environ, kernels=_native.kernels(), levels=_native.levels())
     if found.verbosity:
         logging.getLogger("ktinject").setLevel(VERBOSITY[found.verbosity])
     if found.numa:
@@ -56,6 +59,8 @@ def settings() -> Settings:
         _native.set_threads(found.threads)
     if found.kernel:
         _native.force_kernel(found.kernel)
+    if found.level:
+        _native.restrict_to(found.level)
     return found
 
 
@@ -78,18 +83,23 @@ def launched_here() -> int | None:
     return int(found) if found.isdigit() else None
 
 
-def read(environ: Mapping[str, str], *, kernels: list[dict[str, Any]]) -> Settings:
+def read(
+    environ: Mapping[str, str], *, kernels: list[dict[str, Any]], levels: list[dict[str, Any]]
+) -> Settings:
     """Check the variables and turn them into settings.
 
     kernels  the kernel table, as `_native.kernels()` gives it
+    levels   the instruction levels, as `_native.levels()` gives them
     Raises   PlanError naming variable, value and what is allowed; OperatorError if it is the kernel
     """
+    forced = _forced(environ.get("KTINJECT_KERNEL", ""), kernels, levels)
     return Settings(
         threads=_whole(environ, "KTINJECT_THREADS", 1, 4096),
-        kernel=_kernel(environ.get("KTINJECT_KERNEL", ""), kernels),
+        kernel=forced if forced in _names(kernels) else None,
         numa=_whole(environ, "KTINJECT_NUMA", 1, 64),
         cache=_folder(environ),
         verbosity=_verbosity(environ.get("KTINJECT_VERBOSITY", "")),
+        level=forced if forced in _names(levels) else None,
     )
 
 
@@ -104,19 +114,29 @@ def _whole(environ: Mapping[str, str], name: str, low: int, high: int) -> int | 
     return int(text)
 
 
-def _kernel(name: str, kernels: list[dict[str, Any]]) -> str | None:
+def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return sorted(row["name"] for row in rows)
+
+
+def _forced(name: str, kernels: list[dict[str, Any]], levels: list[dict[str, Any]]) -> str | None:
+    """A level or a row of the kernel table that this CPU has, if one is named."""
     if not name:
         return None
-    for row in kernels:
+    had = ", ".join(_names(level for level in levels if level["available"]))
+    for row in (*levels, *kernels):
         if row["name"] == name:
             if not row["available"]:
                 raise OperatorError(
-                    f"KTINJECT_KERNEL={name!r}: this kernel cannot run here: {row['reason']}. "
-                    "Unset it, or name one that `ktinject doctor` lists as available."
+                    f"KTINJECT_KERNEL={name!r}: {row['reason']}. Levels that can be had here: {had}. "
+                    "Name one of them or a kernel that `ktinject doctor` lists as available, or unset it."
                 )
             return name
-    allowed = ", ".join(row["name"] for row in kernels if row["available"])
-    raise OperatorError(f"KTINJECT_KERNEL={name!r}: no kernel has that name; allowed here: {allowed}.")
+    near = difflib.get_close_matches(name, _names((*levels, *kernels)), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise OperatorError(
+        f"KTINJECT_KERNEL={name!r}: no instruction level or kernel has that name.{hint} "
+        f"Levels that can be had here: {had}; `ktinject doctor` lists the kernels."
+    )
 
 
 def _folder(environ: Mapping[str, str]) -> Path:

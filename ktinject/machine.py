@@ -82,7 +82,7 @@ class Machine:
     address_room_bytes      what RLIMIT_AS (`ulimit -v`) leaves this process, None without one
     affinity_refused        why the system does not say which CPUs we may use; then `cpus` are all that are online
     huge_pages              state of transparent huge pages: always, madvise, never or absent
-    cpu_features            instruction sets that CPU and operating system let us use
+    cpu_features            instruction sets that CPU, operating system and KTINJECT_KERNEL let us use
     amx_permission          granted, absent, or "refused: …"
     kernels                 the native kernel table, best first
     gpus, no_gpu            the CUDA devices, and why there is none

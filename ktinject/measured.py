@@ -57,7 +57,7 @@ def this_machine(device: str, found: Machine | None = None) -> dict[str, Any]:
         "nodes": len(found.usable_nodes),
         "memory": found.memory_bytes >> 30,
         "threads": _native.threads(),
-        "settings": f"{env.settings().kernel} {env.settings().numa}",
+        "settings": f"{env.settings().level or env.settings().kernel} {env.settings().numa}",
         "gpu": gpu(device),
         "driver": _driver(),
         "versions": {name: found.versions.get(name, "") for name in ("torch", "CUDA")},

@@ -286,6 +286,7 @@ class AbsorbedMla(Operator):
         w_k, w_v = w[:, : spec.qk_nope_head_dim], w[:, spec.qk_nope_head_dim :]
         # [h, b · m, n] × [h, n, r]
         q = torch.bmm(q_nope.transpose(0, 1).reshape(h, b * m, -1), w_k).view(h, b, m, r).transpose(0, 1)
+        given = mask
         if mask is None and m > 1:
             mask = torch.ones(m, s, dtype=torch.bool, device=q.device).tril()[None, None]
         step = max(1, _MOST_SCORE_BYTES // (b * h * s * 4))
@@ -301,6 +302,8 @@ class AbsorbedMla(Operator):
             p = scores.softmax(-1).to(latent.dtype).view(b, -1, s)
             parts.append(torch.bmm(p, latent).view(b, h, -1, r))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        if given is not None and m > 1:  # a step's token sees itself
+            out = cpu_attention.without_blind(out, given)
         # [h, b · m, r] × [h, r, v]
         out = torch.bmm(out.transpose(0, 1).reshape(h, b * m, r), w_v.mT)
         return out.view(h, b, m, -1).permute(1, 2, 0, 3).flatten(2)

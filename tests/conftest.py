@@ -20,6 +20,27 @@ from _pytest.mark.expression import Expression
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+# What computes with the native core: these files have the mark `numeric`, and `make test-levels` runs them at each
+# instruction level that the CPU has.
+NUMERIC = (
+    "native/test_decoder.py",
+    "native/test_kernels.py",
+    "operators/test_absorbed_mla.py",
+    "operators/test_cpu_*.py",
+    "operators/torch_ops/test_*.py",
+    "ktinject/generation/test_attention_prompts.py",
+    "ktinject/generation/test_linear_prompts.py",
+    "ktinject/generation/test_native_*.py",
+    "ktinject/generation/test_speculation.py",
+)
+# What makes torch, which computes much of what results are compared with, choose as on a CPU of that level.
+TORCH_LEVELS = {
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "avx512_vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+    "avxvnni": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "reference": {"ATEN_CPU_CAPABILITY": "default"},
+}
 VOCAB_SIZE = 257
 SHARED = {
     "vocab_size": VOCAB_SIZE,
@@ -45,11 +66,22 @@ def pytest_configure(config: pytest.Config) -> None:
     # A run in the background of a script inherits that Ctrl-C is ignored, and so would all that it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if level := os.environ.get("KTINJECT_KERNEL"):
+        os.environ |= TORCH_LEVELS.get(level, {})
+        # What a test file reads about kernels while it is collected is to be what its tests find.
+        from ktinject import env
+
+        env.settings()
     # In pytest's first process, whose environment the others inherit.
     if prepared.ADDRESS not in os.environ:
         server = prepared.Server()
         os.environ[prepared.ADDRESS] = server.address
         config.add_cleanup(lambda: (server.end(), os.environ.pop(prepared.ADDRESS)))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if any(item.path.match(f"tests/{pattern}") for pattern in NUMERIC):
+        item.add_marker("numeric")
 
 
 def selects_gpu_tests_alone(expression: str) -> bool:

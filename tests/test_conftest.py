@@ -31,6 +31,14 @@ def test_gpus_are_shown_only_to_a_run_of_gpu_tests(
     assert conftest.selects_gpu_tests_alone(expression) == shown
 
 
+def test_numeric_tests_are_there_and_levels_are_named_rightly(pytestconfig: pytest.Config) -> None:
+    from ktinject import _native
+
+    conftest = pytestconfig.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
+    assert all(list(Path(__file__).parent.glob(pattern)) for pattern in conftest.NUMERIC)
+    assert {*conftest.TORCH_LEVELS} < {row["name"] for row in _native.levels()}
+
+
 RUN_EACH = """
 import sys
 import pytest

@@ -14,6 +14,7 @@ import prepared
 import pytest
 import torch
 import typer
+from trained import trained_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ktinject
@@ -116,7 +117,7 @@ def test_the_plan_of_the_tutorial_is_the_one_that_comes():
         )
         return [line[:3] for line in lines]
 
-    folder = ROOT / "examples/models/tiny-deepseek-v3"
+    folder = trained_model("tiny-deepseek-v3")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     found = columns(str(ktinject.plan(model, "auto", devices=["cpu"])))

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from trained import trained_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import ktinject
 from ktinject.generation.cache import FixedCache
 from ktinject.operators import Operator
 from ktinject.tools import evaluate
-
-MODELS = Path(__file__).parents[1] / "examples/models"
 
 
 class Trained:
@@ -33,7 +32,7 @@ class Trained:
         self.folder = folder
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        text = (MODELS / "heldout.txt").read_text("utf-8")
+        text = trained_model("heldout.txt").read_text("utf-8")
         self.ids = torch.tensor(self.tokenizer(text)["input_ids"][:2048])
 
     @cached_property
@@ -48,7 +47,7 @@ class Trained:
 
 @pytest.fixture(scope="module", params=["tiny-deepseek-v3", "tiny-qwen3-moe"])
 def trained(request: pytest.FixtureRequest) -> Trained:
-    return Trained(MODELS / request.param)
+    return Trained(trained_model(request.param))
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +64,7 @@ def test_bf16_experts_write_the_same(trained: Trained) -> None:
     swapped = trained.swapped(experts="bf16")
     found = evaluate.divergence(trained.model, swapped, trained.ids[:512])
     assert found.mean_nats <= 1e-3
-    lines = (MODELS / "prompts.jsonl").read_text("utf-8").splitlines()
+    lines = trained_model("prompts.jsonl").read_text("utf-8").splitlines()
     prompts = [torch.tensor(trained.tokenizer(json.loads(line)["prompt"])["input_ids"]) for line in lines]
     assert len(prompts) == 20
     # One alone and whole, as `ktinject eval` has all of them written; of all, in one batch, what they end with.
@@ -108,6 +107,7 @@ def benchmark(name: str) -> Any:
 def test_wide_heads_change_no_logit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What SGLang's kernels on a GPU are asked is the trained model."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    trained_model("tiny-qwen3-moe")
     script = benchmark("sglang_answers")
     folders, ids = (script.TRAINED, script.widened(tmp_path)), torch.tensor([[*range(40, 100)]])
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders]
@@ -121,7 +121,7 @@ def test_wide_heads_change_no_logit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_large_channels_cost_little_beyond_the_weights(factor: float) -> None:
     """Of what experts and linear layers read, and of intermediates."""
     script = benchmark("large_channels")
-    alone, found = script.measure("tiny-qwen3-moe", factor, script.FORMATS["int8"], 512)
+    alone, found = script.measure(trained_model("tiny-qwen3-moe").name, factor, script.FORMATS["int8"], 512)
     assert found.mean_nats <= 1.5 * alone
 
 

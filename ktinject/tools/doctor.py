@@ -168,7 +168,9 @@ def _explain_features(machine: Machine) -> Finding:
     if unused:
         reasons.append(f"no chosen kernel needs {', '.join(unused)}")
     lacks = [name for name, there in machine.cpu_features.items() if not there]
-    if lacks:
+    if level := env.settings().level:
+        reasons.append(f"KTINJECT_KERNEL={level} allows no others")
+    elif lacks:
         reasons.append(f"CPU or system lack {', '.join(lacks)}")
     if machine.amx_permission.startswith("refused"):
         reasons.append(f"AMX {machine.amx_permission}, so AVX-512 does its work")
@@ -179,12 +181,12 @@ def _explain_features(machine: Machine) -> Finding:
 
 def _explain_kernels(machine: Machine) -> Iterator[Finding]:
     """For each weight format the row that will run, and why the better ones do not."""
-    forced = env.settings().kernel
+    settings = env.settings()
     for weights, rows in _by_weights(machine).items():
         chosen = _choose(rows)
         rows = [row for row in rows if row.automatic or row is chosen]
-        if chosen and chosen.name == forced:
-            reasons = [f"KTINJECT_KERNEL={forced}"]
+        if settings.level or (chosen and chosen.name == settings.kernel):
+            reasons = [f"KTINJECT_KERNEL={settings.level or settings.kernel}"]
         else:
             reasons = [f"{row.name}: {row.reason}" for row in rows[: rows.index(chosen) if chosen else None]]
         names = ", ".join(row.name for row in rows if row.available)

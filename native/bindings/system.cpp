@@ -28,23 +28,39 @@ void def_cpu(nb::module_& m) {
           features[isa.name] = (runtime::cpu_features() & isa.bit) != 0;
         return features;
       },
-      "Instruction sets that CPU and operating system let this process use.");
+      "Instruction sets that this process may use: CPU and operating system have them, and so has its level.");
   m.def("amx_permission", [] { return runtime::amx_permission(); }, "'granted', 'absent' or 'refused: <why>'.");
+  m.def(
+      "levels",
+      [] {
+        nb::list rows;
+        for (const gemm::Level& level : gemm::levels()) {
+          const std::string reason = gemm::why_unavailable(level);
+          nb::dict row;
+          row["name"] = level.name;
+          row["isa"] = runtime::names_of(level.isa, " ");
+          row["available"] = reason.empty();
+          row["reason"] = reason;
+          rows.append(row);
+        }
+        return rows;
+      },
+      "The instruction levels, by name.");
+  m.def("restrict_to", &gemm::restrict_to, nb::arg("level"),
+        "From now on nothing native uses an instruction set that this level does not have; layers that exist stay as "
+        "they\nare. 'auto' takes that back. Raises ValueError.");
   m.def(
       "kernels",
       [] {
         nb::list rows;
         for (const gemm::Kernel& kernel : gemm::kernel_table()) {
           nb::dict row;
-          std::string isa;
-          for (const runtime::IsaName& name : runtime::kIsaNames)
-            if (kernel.isa & name.bit) isa += (isa.empty() ? "" : " ") + std::string(name.name);
           const std::string reason = gemm::why_unavailable(kernel);
           row["name"] = kernel.name;
           row["weights"] = gemm::format_name(kernel.format);
-          row["isa"] = isa;
+          row["isa"] = runtime::names_of(kernel.isa, " ");
           row["available"] = reason.empty();
-          row["automatic"] = kernel.backend->automatic;
+          row["automatic"] = gemm::is_automatic(*kernel.backend);
           row["reason"] = reason;
           rows.append(row);
         }

@@ -33,6 +33,20 @@ constexpr uint32_t kAvx2Set = kAvx2 | kFma;
 constexpr uint32_t kAvx512K = kAvx512Vnni | kF16c;
 constexpr uint32_t kAvx512Set = kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2Set;
 
+constexpr uint32_t kAvx2Level = kAvx2Set | kF16c;
+constexpr uint32_t kVnniLevel = kAvx512Set | kAvx512K;  // Cascade Lake, Ice Lake
+constexpr uint32_t kAvx512Level = kVnniLevel | kAvx512Bf16;
+
+constexpr Level kLevels[] = {
+    {"amx", kAvx512Level | kAmxTile | kAmxBf16 | kAmxInt8, false},
+    {"avx2", kAvx2Level, false},
+    {"avx512", kAvx512Level, false},
+    {"avx512_vnni", kVnniLevel, false},
+    {"avxvnni", kAvx2Level | kAvxVnni, false},
+    {"modelled_amx", kAvx512Level, true},
+    {"reference", 0, false},
+};
+
 // Below about five rows an expert, loading tiles costs more than the dot products they save; expanding int4 to tiles
 // costs a little more, and K-quants of two bytes a code more than that. q8_0 has a product for each 32 inputs, half as
 // long as a tile can be: AVX-512 took 495 us with 12 rows and 661 with 16, AMX 554 and 607 (2,048 x 2,048). Floats of
@@ -169,16 +183,29 @@ void refuse_unavailable(const Kernel& kernel) {
 }
 
 std::atomic<const Kernel*> forced{nullptr};
+std::atomic<const Level*> restricted{nullptr};
+
+// The best backend that may run; null: it was not asked for since the level changed.
+std::atomic<const Backend*> best{nullptr};
 
 // The one whose loops serve what belongs to no layer.
 const Backend& backend() {
-  static const Backend* const best = [] {
-    for (const Backend& one : kBackends)
-      if (one.automatic && (one.isa & ~cpu_features()) == 0) return &one;
-    return static_cast<const Backend*>(nullptr);  // not reached: the reference needs nothing
-  }();
-  const Kernel* const kernel = forced.load(std::memory_order_relaxed);
-  return kernel == nullptr ? *best : *kernel->backend;
+  if (const Kernel* const kernel = forced.load(std::memory_order_relaxed)) return *kernel->backend;
+  if (const Backend* const found = best.load(std::memory_order_relaxed)) return *found;
+  for (const Backend& one : kBackends)
+    if (is_automatic(one) && (one.isa & ~cpu_features()) == 0) {
+      best.store(&one, std::memory_order_relaxed);
+      return one;
+    }
+  throw std::logic_error("no backend");  // not reached: the reference needs nothing
+}
+
+// Why `isa` cannot be used here; empty if it can.
+std::string why_lacking(uint32_t isa) {
+  const uint32_t absent = isa & ~detected_features(), left_out = isa & ~cpu_features();
+  if (absent != 0) return "this CPU or system has no " + names_of(absent, ", ");
+  if (left_out != 0) return std::string("level '") + restricted.load()->name + "' has no " + names_of(left_out, ", ");
+  return "";
 }
 
 std::atomic<bool> takes_outliers{true};
@@ -236,12 +263,31 @@ size_t scratch_bytes(const Matrix& matrix) {
   return matrix.format == Format::bf16 || matrix.format == Format::int8 ? 0 : size_t{256} << 10;
 }
 
-std::string why_unavailable(const Kernel& kernel) {
-  const uint32_t missing = kernel.isa & ~cpu_features();
-  std::string names;
-  for (const IsaName& isa : kIsaNames)
-    if (missing & isa.bit) names += (names.empty() ? "" : ", ") + std::string(isa.name);
-  return names.empty() ? "" : "this CPU or system has no " + names;
+std::string why_unavailable(const Kernel& kernel) { return why_lacking(kernel.isa); }
+
+std::span<const Level> levels() { return kLevels; }
+
+bool is_automatic(const Backend& backend) {
+  const Level* const level = restricted.load(std::memory_order_relaxed);
+  return backend.automatic != (level != nullptr && level->is_modelled);
+}
+
+std::string why_unavailable(const Level& level) {
+  const uint32_t absent = level.isa & ~detected_features();
+  return absent == 0 ? "" : "this CPU or system has no " + names_of(absent, ", ");
+}
+
+void restrict_to(const std::string& name) {
+  const Level* found = nullptr;
+  if (name != "auto") {
+    found = std::find_if(std::begin(kLevels), std::end(kLevels), [&](const Level& one) { return one.name == name; });
+    if (found == std::end(kLevels)) throw std::invalid_argument("level '" + name + "': no level has that name");
+    const std::string reason = why_unavailable(*found);
+    if (!reason.empty()) throw std::invalid_argument("level '" + name + "' cannot be had here: " + reason);
+  }
+  restricted.store(found);
+  runtime::restrict_cpu(found == nullptr ? ~0u : found->isa);
+  best.store(nullptr);
 }
 
 void force_kernel(const std::string& name) {
@@ -257,7 +303,7 @@ Kernels choose_kernel(Format format, const std::string& name) {
     if (only != nullptr && only->format == format) return {only, only};
     const Kernel* many = nullptr;
     for (const Kernel& kernel : kernel_table()) {
-      if (kernel.format != format || !kernel.backend->automatic || !why_unavailable(kernel).empty()) continue;
+      if (kernel.format != format || !is_automatic(*kernel.backend) || !why_unavailable(kernel).empty()) continue;
       if (many == nullptr) many = &kernel;
       if (kernel.min_rows == 0) return {many, &kernel};
     }

@@ -1,5 +1,6 @@
 // The backends: for each instruction set its products of packed panels, and the loops that run beside them. One ordered
-// table, best first, and one override; nothing else in the native core decides what a CPU runs.
+// table, best first, and two overrides, an instruction level and a kernel; nothing else in the native core decides what
+// a CPU runs.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +36,7 @@ struct Gemm {
 struct Backend {
   const char* name;
   uint32_t isa;       // what the CPU must have
-  bool automatic;     // false: only when asked for by name
+  bool automatic;     // false: only when asked for by name, or by a level that is_modelled
   bool has_epilogue;  // what is done with results hides between tile products
   const VectorOps* vector_ops;
   const StepOps* step_ops;
@@ -79,6 +80,26 @@ struct Kernels {
 // format or that this CPU cannot run.
 Kernels choose_kernel(Format format, const std::string& name);
 
+// What a kind of CPU has: a process that is restricted to a level computes as it would on such a CPU.
+struct Level {
+  const char* name;
+  uint32_t isa;      // all that may be used, and that the CPU must have
+  bool is_modelled;  // "auto" takes the backends that it takes at no other level
+};
+
+std::span<const Level> levels();
+
+// Why this CPU cannot compute at the level; empty if it can.
+std::string why_unavailable(const Level& level);
+
+// Whether "auto" may take the backend's kernels now.
+bool is_automatic(const Backend& backend);
+
+// From now on no kernel, loop or measurement uses an instruction set that the level does not have; "auto" takes that
+// back. Layers that exist keep their kernels. Throws std::invalid_argument for a name that is not there, or a level
+// that this CPU does not have.
+void restrict_to(const std::string& name);
+
 // From now on "auto" is this kernel for its format, and loops that belong to no layer are those of its backend; "auto"
 // takes that back. Throws as choose_kernel does.
 void force_kernel(const std::string& name);
@@ -87,7 +108,7 @@ void force_kernel(const std::string& name);
 const VectorOps& vector_ops();
 const StepOps& step_ops();
 
-// Why this CPU cannot run the kernel; empty if it can.
+// Why this process cannot run the kernel: its CPU, or the level that it is restricted to. Empty if it can.
 std::string why_unavailable(const Kernel& kernel);
 
 }  // namespace ktinject::gemm

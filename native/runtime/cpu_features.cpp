@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 
@@ -75,9 +76,20 @@ const Detected& detected() {
   return found;
 }
 
+std::atomic<uint32_t> allowed_features{~0u};
+
 }  // namespace
 
-uint32_t cpu_features() { return detected().features; }
+std::string names_of(uint32_t isa, const char* between) {
+  std::string names;
+  for (const IsaName& one : kIsaNames)
+    if (isa & one.bit) names += (names.empty() ? "" : between) + std::string(one.name);
+  return names;
+}
+
+uint32_t cpu_features() { return detected().features & allowed_features.load(std::memory_order_relaxed); }
+uint32_t detected_features() { return detected().features; }
+void restrict_cpu(uint32_t allowed) { allowed_features.store(allowed, std::memory_order_relaxed); }
 bool has_waitpkg() {
   uint32_t a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & (1u << 5));

@@ -47,8 +47,17 @@ inline constexpr IsaName kIsaNames[] = {
     {kAmxInt8, "amx_int8"},
 };
 
-// The usable bits, detected once a process.
+// The names of these bits, with `between` between two.
+std::string names_of(uint32_t isa, const char* between);
+
+// The bits that this process may use: those that were detected, less what restrict_cpu() leaves out.
 uint32_t cpu_features();
+
+// What the CPU and the operating system have, detected once a process.
+uint32_t detected_features();
+
+// From now on cpu_features() has none but these bits.
+void restrict_cpu(uint32_t allowed);
 
 // Whether a thread may wait for a write to a cache line (umwait).
 bool has_waitpkg();

@@ -37,6 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float)
     """q [b, h, m, d], k [b, h, s, d], v [b, h, s, dv] of one dtype → [b, h, m, dv].
 
     mask   [b or 1, 1, m, s]: bool, True to attend, or floats to add; None: causal, and m = s
+    Returns zeros for a query that a bool mask hides all keys from
     """
     b, h, m, _ = q.shape
     s = k.shape[2]
@@ -57,7 +58,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float)
         else:
             scores = masked(scores.view(b, h, count, s), mask[:, :, first:last]).view(b * h, count, s)
         torch.bmm(scores.softmax(-1).to(v.dtype), v[:, :seen], out=out[:, first:last])
-    return out.view(b, h, m, -1)
+    out = out.view(b, h, m, -1)
+    return out if mask is None else without_blind(out, mask)
 
 
 def masked(scores: Tensor, mask: Tensor) -> Tensor:
@@ -66,3 +68,11 @@ def masked(scores: Tensor, mask: Tensor) -> Tensor:
         return scores + mask
     # Not minus infinity: a row of padding that sees nothing must not become NaN.
     return torch.where(mask, scores, torch.finfo(scores.dtype).min)
+
+
+def without_blind(out: Tensor, mask: Tensor) -> Tensor:
+    """out [b, h, m, d] with zeros for queries that a bool mask hides all keys from, as torch's fused attention has.
+
+    Padding would else be the mean of all keys, those of later tokens among them.
+    """
+    return out * mask.any(-1, keepdim=True) if mask.dtype == torch.bool else out

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from trained import trained_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ktinject
@@ -34,9 +34,6 @@ def test_where_lines_are_folded(text: str, width: int, lines: list[str]) -> None
     assert fold(text, width) == lines
 
 
-FOLDER = Path(__file__).parents[2] / "examples/models/tiny-deepseek-v3"
-
-
 def shown(thing: Any, width: int) -> list[str]:
     out = io.StringIO()
     Console(file=out, width=width, color_system=None).print(thing)
@@ -50,7 +47,9 @@ def words(lines: list[str]) -> set[str]:
 @pytest.fixture(scope="module")
 def plan() -> ktinject.Plan:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(trained_model("tiny-deepseek-v3"))
+        )
     return ktinject.plan(model, "auto", devices=["cpu"])
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from double import EXPERTS, on_meta, saved
 from safetensors.torch import load_file, save_file
+from trained import trained_model
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import ktinject
@@ -28,7 +29,6 @@ from ktinject.hf import models as hf
 from ktinject.loading import inject
 
 torch.set_num_threads(1)
-TRAINED = Path(__file__).parents[2] / "examples/models/tiny-qwen3-moe"
 IDS = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -412,7 +412,7 @@ def test_wherever_memory_runs_out_everything_is_given_back() -> None:
     In one thread: glibc ends a process that starts a thread for which it has no thread-local memory.
     """
     environment = os.environ | {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
-    done = prepared.run(OUT_OF_MEMORY, TRAINED, env=environment)
+    done = prepared.run(OUT_OF_MEMORY, trained_model("tiny-qwen3-moe"), env=environment)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 4
 

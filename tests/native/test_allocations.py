@@ -14,7 +14,9 @@ from pathlib import Path
 
 import prepared
 import pytest
+from trained import trained_model
 
+pytest.importorskip("psutil")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -93,17 +95,23 @@ def test_every_allocation_of_a_request_may_fail(shim: prepared.Server) -> None:
                 before = resident().rss
         print(n, raised, resident().rss - before)
     """
-    failed, raised, more = answer(shim, ROOT / "examples/models/tiny-qwen3-moe", code)
+    failed, raised, more = answer(shim, trained_model("tiny-qwen3-moe"), code)
     assert raised > 20 and raised >= failed - 5  # some allocations can be made up for
     assert more < 16 << 20
 
 
 @pytest.mark.slow
-def test_an_allocation_of_a_load_may_fail(shim: prepared.Server, tiny_qwen3_moe: Path) -> None:
-    """Some of the many, from the first on; the model is as it was, and the next try succeeds."""
-    code = """
+@pytest.mark.parametrize("tries", [12, pytest.param(250, marks=pytest.mark.nightly)])
+def test_an_allocation_of_a_load_may_fail(shim: prepared.Server, tiny_qwen3_moe: Path, tries: int) -> None:
+    """Some of the many, from the first on; the model is as it was, and the next try succeeds.
+
+    How many there are depends on which thread comes first, and some can be made up for: then the model is whole.
+    """
+    code = f"""
+        TRIES = {tries}
         from transformers import AutoConfig, AutoModelForCausalLM
         config = AutoConfig.from_pretrained(PATH)
+        ids = torch.arange(5, 25)[None]
         def meta():
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(config)
@@ -111,16 +119,26 @@ def test_an_allocation_of_a_load_may_fail(shim: prepared.Server, tiny_qwen3_moe:
             return [type(module) for module in model.modules()]
         def optimize(model):
             return ktinject.optimize(model, "auto", checkpoint=PATH, devices=["cpu"], progress=False)
-        optimize(meta())  # the first load also makes what later ones find made
+        def is_whole(model):
+            with torch.no_grad():
+                return torch.equal(model(ids).logits, want)
+        with torch.no_grad():
+            want = optimize(meta())(ids).logits  # the first load also makes what later ones find made
         _, error, left = attempt(lambda: optimize(meta()), 10**9)
         assert error is None
-        for n in [(10**9 - left) * part // 12 for part in range(12)]:
+        raised = 0
+        for n in [(10**9 - left) * part // TRIES for part in range(TRIES)]:
             model = meta()
             before = classes(model)
-            got, error, left = attempt(lambda: optimize(model), n)
-            assert left < 0 and error is not None, n
-            assert classes(model) == before and all(p.is_meta for p in model.parameters()), n
-        got, error, _ = attempt(lambda: optimize(model), 10**9)
-        assert got is model and error is None
+            got, error, _ = attempt(lambda: optimize(model), n)
+            raised += error is not None
+            if error is None:
+                assert got is model and is_whole(model), n
+            else:
+                assert classes(model) == before and all(p.is_meta for p in model.parameters()), n
+        got, error, _ = attempt(lambda: optimize(model), 10**9) if error else (model, None, 0)
+        assert got is model and error is None and is_whole(model)
+        print(raised)
     """
-    answer(shim, tiny_qwen3_moe, code)
+    (raised,) = answer(shim, tiny_qwen3_moe, code)
+    assert raised >= 0.8 * tries

@@ -229,7 +229,8 @@ DO_NOT = set(
     rms_norm set_answer_timeout answer_timeout int4_blocks int4_is_measured fp8_quantise attention latent
     attention_scratch decode_linear
     fetched_bytes
-    force_kernel handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
+    force_kernel restrict_to levels
+    handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
     add_from_host handoff_entries pinned_bytes gated_delta mamba2 short_convolution
     hyper_connection mix_streams compress sink_softmax turn_heads
     allow_workspace Experts.workspace_bytes uses_start uses_stop uses

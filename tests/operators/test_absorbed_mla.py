@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from trained import trained_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 import ktinject
@@ -22,8 +23,6 @@ from ktinject.operators.probes.latent_formula import LatentSpec
 from ktinject.operators.torch_ops import cpu_attention
 from tests.models import AVAILABLE, config, tiny
 from tests.reference import relative_error
-
-MODELS = Path(__file__).parents[2] / "examples/models"
 
 # What the same mathematics may differ by in fp32, sums taken in another order. Seen: 3e-6.
 FP32 = 5e-5
@@ -89,6 +88,9 @@ def test_padding(side: str, prefill: str, implementation: str) -> None:
     for m in (model, swapped):
         m.set_attn_implementation(implementation)
     same(model, swapped, mask, input_ids=ids(3, 12))
+    if implementation == "sdpa":  # the others attend to all keys alike, as the masks of "eager" are added
+        want, found = (m.model(ids(3, 12), attention_mask=mask).last_hidden_state for m in (model, swapped))
+        assert relative_error(found, want) <= FP32, "padding that sees nothing"
 
 
 @pytest.mark.parametrize("prefill", ["expanded", "absorbed"])
@@ -98,6 +100,21 @@ def test_a_mask_of_ones_own(kind: str, prefill: str) -> None:
     window = torch.ones(9, 9, dtype=torch.bool).tril().triu(-3).expand(2, 1, 9, 9)
     mask = window if kind == "bool" else torch.zeros(2, 1, 9, 9).masked_fill(~window, -1e9)
     same(model, swapped, mask, input_ids=ids(2, 9))
+
+
+@pytest.mark.parametrize("prefill", ["expanded", "absorbed"])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
+def test_a_mask_of_a_tree(name: str, kind: str, prefill: str) -> None:
+    """Each token sees its ancestors; an index chooses four of them. In fp32: roundings of bf16 choose others."""
+    if name not in AVAILABLE:
+        pytest.skip(f"transformers has no {name}")
+    model, swapped = pair(name, prefill, **({} if name == "deepseek_v3" else {"index_topk": 4}))
+    seen = torch.eye(20, dtype=torch.bool)
+    for token in range(1, 20):
+        seen[token] |= seen[token - 1 - token * 7 % min(3, token)]
+    mask = seen[None, None] if kind == "bool" else torch.zeros(1, 1, 20, 20).masked_fill(~seen, -1e9)
+    same(model, swapped, mask, input_ids=ids(1, 20), position_ids=seen.sum(-1)[None] - 1)
 
 
 YARN = {
@@ -320,7 +337,7 @@ def test_saved_and_loaded_again(tmp_path: Path) -> None:
 
 def test_trained_model() -> None:
     """The same greedy tokens in fp32, and in bf16 logits as close as transformers' own are to fp32."""
-    folder = MODELS / "tiny-deepseek-v3"
+    folder = trained_model("tiny-deepseek-v3")
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     swapped = ktinject.load(folder, rules(), dtype=torch.float32, devices=["cpu"], progress=False)
     prompt = torch.arange(40, 72)[None]

@@ -25,6 +25,7 @@ from expert_cases import (
 )
 from probe_cases import KINDS, skip_unless_routed_outside
 from torch import Tensor, nn
+from trained import trained_model
 
 from ktinject import _native
 from ktinject.errors import OperatorError
@@ -223,12 +224,12 @@ def test_a_prompt_takes_the_working_memory_that_is_stated() -> None:
 
 
 def test_the_environment_forces_a_kernel_where_the_rule_says_auto() -> None:
-    code = """
+    code = f"""
         import ktinject
-        model = "examples/models/tiny-qwen3-moe"
+        model = {str(trained_model("tiny-qwen3-moe"))!r}
         for kernel in ("auto", "avx2_bf16"):
-            rules = [{"name": "experts", "match": {"path": r".*\\.experts"},
-                      "replace": {"operator": "cpu_experts", "kernel": kernel}}]
+            rules = [{{"name": "experts", "match": {{"path": r".*\\.experts"}},
+                      "replace": {{"operator": "cpu_experts", "kernel": kernel}}}}]
             import transformers, torch
             with torch.device("meta"):
                 meta = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(model))
@@ -240,9 +241,9 @@ def test_the_environment_forces_a_kernel_where_the_rule_says_auto() -> None:
 
 def test_a_model_that_lives_to_the_end_of_the_script_is_no_leak() -> None:
     answer = in_a_process(
-        """
+        f"""
         import ktinject
-        model = ktinject.load("examples/models/tiny-qwen3-moe", devices=["cpu"], progress=False)
+        model = ktinject.load({str(trained_model("tiny-qwen3-moe"))!r}, devices=["cpu"], progress=False)
         """
     )
     assert "leaked" not in answer.stderr

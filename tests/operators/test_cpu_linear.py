@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from trained import trained_model
 
 import ktinject
 from ktinject import OperatorError, PlanError, _native
@@ -29,7 +30,6 @@ from ktinject.tools import evaluate
 from tests.models import tiny
 from tests.reference import multiplied, relative_error, rounding, to_bf16, to_int8
 
-MODELS = Path(__file__).parents[2] / "examples/models"
 GOLDEN = Path(__file__).parents[1] / "ktinject/checkpoints/golden"
 
 # Relative error of one product against the original weights; those of the experts, which are two products, are in
@@ -382,8 +382,8 @@ def trained(request: pytest.FixtureRequest) -> tuple[Path, Any, Tensor]:
     """A trained model's folder, the model in fp32, and some text that it has not seen."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = MODELS / request.param
-    text = (MODELS / "heldout.txt").read_text("utf-8")[:4096]
+    folder = trained_model(request.param)
+    text = trained_model("heldout.txt").read_text("utf-8")[:4096]
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"][:512])
     assert len(ids) == 512
     return folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), ids

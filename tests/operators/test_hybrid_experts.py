@@ -17,6 +17,7 @@ import torch
 import transformers
 from handoff_cases import make_up_a_gpu
 from torch import Tensor, nn
+from trained import trained_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -29,7 +30,6 @@ from ktinject.operators.offload import expert_cache, expert_placement, gpu_exper
 from ktinject.operators.offload.expert_placement import ExpertPlacement
 
 EXPERTS, HIDDEN = 16, 128
-MODELS = Path(__file__).parents[2] / "examples/models"
 gpu = pytest.mark.gpu
 
 
@@ -426,10 +426,10 @@ class Trained:
     STEPS = 32
 
     def __init__(self, name: str) -> None:
-        self.folder = MODELS / name
+        self.folder = trained_model(name)
         self.plain = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(self.folder, padding_side="left")
-        lines = (MODELS / "prompts.jsonl").read_text("utf-8").splitlines()[:8]
+        lines = trained_model("prompts.jsonl").read_text("utf-8").splitlines()[:8]
         prompts = [json.loads(line)["prompt"][: 150 + 40 * i] for i, line in enumerate(lines)]
         self.prompts = dict(tokenizer(prompts, return_tensors="pt", padding=True))
         tokens, logits = reference.write(

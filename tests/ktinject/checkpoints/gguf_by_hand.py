@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import k_quants
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -90,8 +91,7 @@ def converted(
     k_kinds     part of a name → K-quant of the matrices that have it, whose rows must divide into its blocks
     exact       only values that `kind` holds anyway come from `folder`; else they are quantised
     """
-    import gguf
-
+    gguf = pytest.importorskip("gguf")
     config = json.loads((folder / "config.json").read_text())
     name, arch = {
         "qwen2_moe": ("qwen2moe", gguf.MODEL_ARCH.QWEN2MOE),

@@ -1,17 +1,16 @@
 """`ktinject fit`: the file that it writes is read by the other commands, and is the same plan."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from trained import trained_model
 
 from ktinject.errors import PlanError
 from ktinject.tools import fit
 
-TRAINED = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
 # For int8 experts, of 8.3 MiB, with all else, and for bf16 ones without.
 TIGHT = "15MiB"
 
@@ -33,7 +32,7 @@ def decided(plan):
 )
 def test_the_file_is_the_same_plan(as_json, ktinject, tmp_path, options):
     file = tmp_path / "fitted.yaml"
-    found = as_json("fit", TRAINED, *options, "--out", file)
+    found = as_json("fit", trained_model("tiny-qwen3-moe"), *options, "--out", file)
     text = file.read_text()
     assert text == found["rules"]
     read = yaml.safe_load(text)
@@ -47,7 +46,7 @@ def test_the_file_is_the_same_plan(as_json, ktinject, tmp_path, options):
             next(without)  # the file says it
         else:
             again.append(word)
-    plan = as_json("plan", TRAINED, "--rules", file, *again)
+    plan = as_json("plan", trained_model("tiny-qwen3-moe"), "--rules", file, *again)
     assert decided(plan) == decided(found["plan"]) and not plan["problems"]
     assert ktinject("rules", "check", file).stdout
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from trained import trained_model
 
 from ktinject.rules import read as read_rules
 
-TRAINED = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
 EXPERTS = [f"model.layers.{layer}.mlp.experts" for layer in (1, 2)]
 
 
@@ -109,7 +108,7 @@ def test_for_a_machine_that_is_not_here(ktinject, as_json, tiny_deepseek_v3):
         ("dense=fp8", "gpu_experts=auto"),
     ):
         variables = [word for value in values for word in ("--set", value)]
-        plan = as_json("plan", TRAINED, *machine, *variables)
+        plan = as_json("plan", trained_model("tiny-qwen3-moe"), *machine, *variables)
         assert {"int4_linear", "fp8_linear"} & {module["operator"] for module in plan["modules"]}
     small = ktinject("plan", tiny_deepseek_v3, "--machine", "cpu=1KiB", exit_code=2)
     assert "cpu needs" in small.stderr and "cuda" not in small.stdout
@@ -123,7 +122,7 @@ def test_for_more_gpus_than_are_here(as_json):
     devices = [word for index in range(count) for word in ("--device", f"cuda:{index}")]
     for values in (("dense=int4", "group_size=64"), ("dense=fp8", "gpu_experts=auto"), ("gpu_experts=0.5",)):
         variables = [word for value in values for word in ("--set", value)]
-        plan = as_json("plan", TRAINED, "--machine", machine, *devices, *variables)
+        plan = as_json("plan", trained_model("tiny-qwen3-moe"), "--machine", machine, *devices, *variables)
         assert f"cuda:{count - 1}" in plan["bytes"]
 
 

@@ -15,14 +15,13 @@ import torch
 from double import Recorder, memory_in_use
 from test_generate import PLAIN, STOCK, assert_stock, name_of, prompt, stock, swapped
 from test_piecewise_graph import cut
+from trained import trained_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from waiting import ctrl_c_ends
 
 import ktinject
 from ktinject.generation.graph_runner import SIZES
 from ktinject.support import Support
-
-MODELS = Path(__file__).parents[3] / "examples/models"
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -197,7 +196,7 @@ def test_experts_on_the_cpu_within_the_graph(batch: int) -> None:
 
 @pytest.fixture(scope="module", params=["tiny-deepseek-v3", "tiny-qwen3-moe"])
 def folder(request: pytest.FixtureRequest) -> Path:
-    return MODELS / request.param
+    return trained_model(request.param)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -206,7 +205,7 @@ def test_the_trained_models_write_in_graphs_what_they_write_eagerly(folder: Path
     steps = 32
     options: dict[str, Any] = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": None}
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    lines = (MODELS / "prompts.jsonl").read_text("utf-8").splitlines()[:batch]
+    lines = trained_model("prompts.jsonl").read_text("utf-8").splitlines()[:batch]
     texts = [json.loads(line)["prompt"][: 150 + 40 * i] for i, line in enumerate(lines)]
     prompts = dict(tokenizer(texts, return_tensors="pt", padding=True))
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

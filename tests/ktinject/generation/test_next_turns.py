@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import models
@@ -17,6 +16,7 @@ import torch
 from test_batching import share_of_best
 from torch import Tensor
 from torch.nn import functional
+from trained import trained_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import ktinject
@@ -188,13 +188,13 @@ def test_turns_are_read_by_passes(
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_trained_model_goes_on_as_without(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32 it writes the same tokens; on a GPU, those that it writes are as likely."""
-    folder = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
+    folder = trained_model("tiny-qwen3-moe")
     monkeypatch.setattr(turn_pass, "SIZES", (16, 48))
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     arguments: dict[str, Any] = {"variables": {"experts": "bf16"}, "dtype": dtype, "progress": False}
     model = ktinject.load(folder, devices=[device], **arguments)
     talk = Conversation("", device, monkeypatch, model)
-    ids = AutoTokenizer.from_pretrained(folder)((folder.parent / "heldout.txt").read_text("utf-8"))
+    ids = AutoTokenizer.from_pretrained(folder)(trained_model("heldout.txt").read_text("utf-8"))
     talk.some = lambda count, seed: torch.tensor([ids["input_ids"][seed : seed + count]], device=model.device)
     talk.text = talk.some(340, 0)
     for new in (0, 12, 9, 33):

@@ -11,7 +11,6 @@ import models
 import pytest
 import torch
 from double import EXPERTS, on_meta, peft_too_old, saved
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -108,8 +107,9 @@ def test_a_trainer_s_log_says_it_too(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 def test_training_an_adapter_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    config = LoraConfig(target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"])
-    model = get_peft_model(swapped(models.tiny("qwen3_moe"), EXPERTS, HEAD), config)
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"])
+    model = peft.get_peft_model(swapped(models.tiny("qwen3_moe"), EXPERTS, HEAD), config)
     assert any(parameter.requires_grad for parameter in model.parameters())
     model.train()
     assert not [record for record in caplog.records if "train()" in record.getMessage()]
@@ -145,7 +145,8 @@ def test_a_head_that_is_no_longer_its_embedding_is_saved_beside_it(tmp_path: Pat
 @pytest.mark.skipif(bool(peft_too_old()), reason=peft_too_old())
 def test_an_adapter_is_saved_alone(tmp_path: Path) -> None:
     """What transformers' add_adapter put around operators, rounded ones too."""
-    config = LoraConfig(target_modules=["lm_head"])
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["lm_head"])
     model = swapped(models.tiny("qwen3_moe"), linear("cpu_linear", "lm_head", weights="int4", group_size=32))
     model.add_adapter(config)
     model.save_pretrained(tmp_path)
@@ -156,8 +157,9 @@ def test_an_adapter_is_saved_alone(tmp_path: Path) -> None:
 
 def test_what_peft_put_around_an_operator_is_not_saved(tmp_path: Path) -> None:
     """PEFT's own way leaves the model to us."""
+    peft = pytest.importorskip("peft")
     model = swapped(models.tiny("qwen3_moe"), HEAD)
-    get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(OperatorError, match="cpu_linear is inside the Linear that stands for lm_head now"):
         model.save_pretrained(tmp_path)
 

@@ -16,6 +16,7 @@ from gguf_by_hand import converted
 from models import multimodal
 from plan_cases import changed
 from test_optimize import fp8  # noqa: F401  a fixture
+from trained import trained_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -164,7 +165,7 @@ def test_what_is_saved_loads_without_an_argument(tmp_path: Path) -> None:
     asked = KTInjectConfig(rules, budget={"cpu": "1GiB"}, variables={"weights": "bf16"}, context=100)
     model = door(folder, asked)
     model.save_pretrained(tmp_path / "saved")
-    AutoTokenizer.from_pretrained("examples/models/tiny-qwen3-moe").save_pretrained(tmp_path / "saved")
+    AutoTokenizer.from_pretrained(trained_model("tiny-qwen3-moe")).save_pretrained(tmp_path / "saved")
     rules.unlink()
     said = json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]
     assert said["context"] == 100 and said["rules"]["variables"] == {"weights": "int8"}
@@ -274,7 +275,7 @@ def test_the_quantizer_alone_says_who_loads() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("device_map", [0, "cuda", {"": "cuda:0"}, "auto"])
 def test_a_device_map_names_the_gpu(device_map: Any) -> None:
-    folder = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
+    folder = trained_model("tiny-qwen3-moe")
     model = door(folder, KTInjectConfig(), device_map=device_map)
     want = ktinject.load(folder, devices=None if device_map == "auto" else "cuda:0", progress=False)
     assert as_text(model.ktinject) == as_text(want.ktinject) and model.device == torch.device("cuda:0")

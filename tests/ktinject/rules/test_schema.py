@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
 import pytest
 from rule_texts import Everything, Experts
 
@@ -13,6 +12,8 @@ from ktinject import rules
 from ktinject.errors import RuleError
 from ktinject.operators import REGISTRY
 from ktinject.rules import document
+
+jsonschema = pytest.importorskip("jsonschema")
 
 
 def valid(document_: object, schema: dict[str, Any]) -> bool:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from trained import trained_model
 
 import ktinject
 from ktinject import _native
 from ktinject.serving import activity, page, picture
 from ktinject.serving.activity import Activity
 
-MODEL = Path(__file__).parents[3] / "examples/models/tiny-deepseek-v3"
 torch.set_num_threads(1)
 
 
 @functools.cache
 def loaded() -> Any:
-    return ktinject.load(MODEL, devices="cpu", progress=False)
+    return ktinject.load(trained_model("tiny-deepseek-v3"), devices="cpu", progress=False)
 
 
 def test_the_picture_of_a_plan() -> None:
@@ -127,7 +126,9 @@ def test_a_page_that_loads_nothing_from_elsewhere() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_uses_and_handoff_beside_a_gpu() -> None:
-    model = ktinject.load(MODEL, devices="cuda:0", variables={"gpu_experts": 4}, progress=False)
+    model = ktinject.load(
+        trained_model("tiny-deepseek-v3"), devices="cuda:0", variables={"gpu_experts": 4}, progress=False
+    )
     ids = torch.arange(40, 50, device="cuda")[None]
     write = functools.partial(model.generate, ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
     wanted = chosen_by_routers(model, ids, 12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import models
@@ -10,6 +9,7 @@ import pytest
 import torch
 from byte_tokenizer import tokenizer
 from double import EXPERTS
+from trained import trained_model
 from transformers import AutoTokenizer, PreTrainedModel
 
 import ktinject
@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused_and_the_conversation_goes_on() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_turn_reads_what_is_new() -> None:
-    folder = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
+    folder = trained_model("tiny-qwen3-moe")
     words = AutoTokenizer.from_pretrained(folder)
     chat = Conversation(
         ktinject.load(folder, devices="cuda:0", progress=False), words, longest=8, do_sample=False

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ pytest.importorskip("uvicorn")
 import urllib.error  # noqa: E402
 import urllib.request  # noqa: E402
 
+from trained import trained_model  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 import ktinject  # noqa: E402
@@ -30,7 +30,7 @@ from ktinject.serving.batches import Batches  # noqa: E402
 from ktinject.serving.gate import Limits  # noqa: E402
 from ktinject.serving.server import Server, Settings, context_of  # noqa: E402
 
-MODEL = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
+MODEL = trained_model("tiny-qwen3-moe")
 PROMPTS = ["def f(", "class Queue:\n    def", "import os\n", "for i in range("]
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import stand_ins
 from safetensors.torch import load_file, save_file
+from trained import trained_model
 
 REPOSITORY = Path(__file__).parents[3]
-TRAINED = REPOSITORY / "examples" / "models" / "tiny-qwen3-moe"
+TRAINED = trained_model("tiny-qwen3-moe")
 EXPERTS = 32
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
 PROMPTS = [[5, 17, 300, 41, 99], [700, 3, 12, 88, 45, 19, 7], [1, 2, 3], [*range(40, 100)]]

@@ -13,11 +13,11 @@ import sglang_cases
 import torch
 from sglang_cases import EXPERTS, HIDDEN, INNER, LAYERS, arguments, expected, filled, forward, inputs, is_near
 from torch import Tensor
+from trained import trained_model
 
 from ktinject.errors import CheckpointError, KTInjectError
 from ktinject.sglang import KTMoEWrapper
 
-TRAINED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3-moe"
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -238,11 +238,11 @@ def test_clamped_gates_are_those_of_the_fork() -> None:
 @pytest.mark.parametrize(("kind", "weights"), [("Q4_0", "int4 group 32"), ("Q8_0", "int8")])
 def test_a_gguf_file_is_read_as_what_is_nearest(kind: str, weights: str, tmp_path: Path) -> None:
     """The trained model: GGUF's names are its own, and ours what the model has in safetensors."""
-    file = gguf_by_hand.converted(TRAINED, tmp_path / "model.gguf", kind)
+    file = gguf_by_hand.converted(trained_model("tiny-qwen3-moe"), tmp_path / "model.gguf", kind)
     of = {"num_experts": 32, "num_experts_per_tok": 8, "hidden_size": 128, "moe_intermediate_size": 64}
     made, stored = (
         KTMoEWrapper(**arguments(1, **of, weight_path=str(path), method=method))
-        for path, method in ((file, "LLAMAFILE"), (TRAINED, "BF16"))
+        for path, method in ((file, "LLAMAFILE"), (trained_model("tiny-qwen3-moe"), "BF16"))
     )
     random = torch.Generator().manual_seed(0)
     x = torch.randn(9, 128, generator=random).bfloat16()

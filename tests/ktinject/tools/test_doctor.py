@@ -113,6 +113,14 @@ def test_forced_kernel(monkeypatch, name):
     assert (finding.uses, finding.reason) == (name, f"KTINJECT_KERNEL={name}")
 
 
+def test_a_level(monkeypatch):
+    monkeypatch.setattr(env, "settings", lambda: env.Settings(level="avx2"))
+    found = explained()
+    assert found["bf16 weights"].reason == "KTINJECT_KERNEL=avx2"
+    assert found["instructions"].reason.endswith("KTINJECT_KERNEL=avx2 allows no others")
+    assert "lack" not in found["instructions"].reason
+
+
 def test_refused_amx_permission():
     reason = explained(amx_permission="refused: arch_prctl: EPERM")["instructions"].reason
     assert "AMX refused: arch_prctl: EPERM, so AVX-512 does its work" in reason

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from trained import trained_model
 
-TRAINED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3-moe"
+TRAINED = trained_model("tiny-qwen3-moe")
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 # Pieces of code, of whose greedy tokens in fp32 none has a near second: experts in bf16 write the same.
 PROMPTS = [

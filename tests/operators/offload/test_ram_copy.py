@@ -14,6 +14,7 @@ import torch
 import transformers
 from handoff_cases import make_up_a_gpu
 from torch import Tensor, nn
+from trained import trained_model
 
 import ktinject
 from ktinject import _native
@@ -311,7 +312,7 @@ def test_steps_and_prompts_are_those_with_a_copy(cuda: str, weights: str, family
 @gpu
 def test_a_model_without_a_copy_writes_the_same(cuda: str, tmp_path: Path) -> None:
     """Also a second time, beside a packed cache; it cannot be saved, and says why."""
-    folder = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
+    folder = trained_model("tiny-qwen3-moe")
     prompt = torch.arange(7, 60)[None].to(cuda)
     texts = []
     for ram_copy in (True, False, False):
