@@ -19,7 +19,16 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import continued, eligibility, loop, masks, several, step_inputs, turn_pass
+from ktinject.generation import (
+    continued,
+    eligibility,
+    loop,
+    masks,
+    replaced,
+    several,
+    step_inputs,
+    turn_pass,
+)
 from ktinject.generation.cache import KVBucket, bucket_of
 from ktinject.generation.cache_layers import kinds_of
 from ktinject.generation.compressed import CompressedLayer, Steps
@@ -268,6 +277,11 @@ class Decoding:
         """
         model = self._model()
         assert model is not None
+        methods = replaced.support(model)
+        if self.group is not None:
+            methods = self.group.all_support(methods)
+        if not methods:
+            return methods
         # Without the experts that have left a GPU, steps need less on it, and guess at the next layer's.
         is_same = self._watch is not None and self._given_back == lent.times() and not self._watch.change()
         if self.group is not None:

@@ -31,6 +31,7 @@ from ktinject.generation import (
     kept_cache,
     own_caches,
     own_loop,
+    replaced,
     short_memory,
     speculation,
     stateful,
@@ -171,6 +172,7 @@ class _Swapped(Methods):
         )
         with _request(self, request.held) as turn:
             recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
+            recorded = recorded and replaced.methods_support(self, replaced.OF_CANDIDATES)
             recorded = recorded and speculation.support(decoding, request, synced_gpus)
             if decoding.explains:
                 stateful.require(self, generation_config, assistant_model, recorded)

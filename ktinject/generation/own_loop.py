@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ktinject.generation import cache as caches
-from ktinject.generation import kept_cache, loop, next_turns, own_caches
+from ktinject.generation import kept_cache, loop, next_turns, own_caches, replaced
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest
@@ -140,6 +140,7 @@ def _prefilled(
         mask = model_kwargs.get("attention_mask")
         found = first_positions(model, input_ids, logits, model_kwargs)
         positions, recorded = (None, found) if isinstance(found, Support) else (found, recorded)
+        recorded = recorded and replaced.cache_support(cache)  # which the model may have made
         if recorded:
             own = own_caches.as_dynamic(model, cache)
             runner, recorded = runner_for(decoding, own, logits, input_ids, before, mask, new_tokens)
