@@ -103,6 +103,31 @@ def _is_known(own: type, name: str, function: Any) -> bool:
     return _SEEN.get((holder, name)) is function
 
 
+def read_again_at(model: Any) -> int | None:
+    """Tokens of a text behind which the model's own steps drop the cache and read all of the text again; None: they
+    never do. Phi-3.5-MoE turns keys by other frequencies from there on.
+    """
+    own = own_class(model)
+    holder = next((base for base in own.__mro__ if OF_STEPS[0] in vars(base)), own)
+    if owner_of(holder) != _PHIMOE:
+        return None
+    at: int | None = getattr(model.config, "original_max_position_embeddings", None)
+    return at
+
+
+def rereads(model: Any, before: int, tokens: int) -> bool:
+    """Whether a text is read again on the way from `before` tokens, which its cache holds, to so many."""
+    at = read_again_at(model)
+    return at is not None and before <= at < tokens
+
+
+def rereading_support(model: Any, before: int, tokens: int) -> Support:
+    """Whether steps that do not read a text again may write it; arguments as of `rereads`."""
+    if not rereads(model, before, tokens):
+        return SUPPORTED
+    return Support.no(f"the text is read again behind {read_again_at(model)} tokens, which may come within it")
+
+
 def cache_support(cache: Any) -> Support:
     """Whether recorded steps do what the methods of a cache of transformers' and of its layers do."""
     parts = (cache, *cache.layers)
