@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktinject.generation import frequencies
 from ktinject.hf import compat
 from ktinject.operators.torch_ops.packed_attention import FULL, SLIDING, causal_mask, takes_kwargs
 from ktinject.support import SUPPORTED, Support
@@ -52,7 +53,7 @@ def support(
         torch.randint(min(config.vocab_size, 1 << 15), (sum(counts),), generator=generator).to(model.device)
         for counts in zip(*_STEPS)
     ]
-    with torch.no_grad():
+    with torch.no_grad(), frequencies.kept(model):
         want = [model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts]
         try:
             with packed():

@@ -35,6 +35,7 @@ from ktinject.generation.compressed import CompressedLayer, Steps
 from ktinject.generation.consecutive import OneByOne, modules_with_states
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cuda.fused import Fused
+from ktinject.generation.frequencies import Frequencies
 from ktinject.generation.graph_runner import Forward, GraphRunner, size_of
 from ktinject.generation.watch import Watch
 from ktinject.hf import compat
@@ -80,6 +81,7 @@ class Decoding:
         self._native: NativeDecoder | None = None
         self._fused: Fused | None = None
         self._fuses = True
+        self._frequencies: Frequencies | None = None  # of captured steps; None: their forward chooses
         self._model = weakref.ref(model)
         self._watch: Watch | None = None  # of the model that is recorded
         self._recordable = SUPPORTED  # whether that model can be
@@ -320,7 +322,7 @@ class Decoding:
         """Note the model as it is now."""
         self.release()
         self._given_back = lent.times()
-        self._fused = self._masks = None
+        self._fused = self._masks = self._frequencies = None
         self._left_out.clear()
         self._answers.clear()
         continued.registered()
@@ -380,12 +382,17 @@ class Decoding:
         models: list[Fused | OneByOne] = [OneByOne(model, paths)]
         if self._fused is not None:
             models.insert(0, self._fused)
-        return [functools.partial(run_model, self._model, each, self._masks) for each in models]
+        found = [functools.partial(run_model, self._model, each, self._masks) for each in models]
+        return [*map(self._turning, found)]
 
     def turn_forward(self) -> turn_pass.Forward:
         """The model on the new tokens of a next turn."""
         assert isinstance(self._masks, masks.Masks), "a request that was not refused"
-        return functools.partial(turn_pass.run_model, self._model, self._masks)
+        return self._turning(functools.partial(turn_pass.run_model, self._model, self._masks))
+
+    def _turning(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A forward in which rotary embeddings do not choose frequencies, where that is done before each step."""
+        return forward if self._frequencies is None else self._frequencies.around(forward)
 
     def _new_runner(self, cache: Any, logits: Tensor, tokens: int) -> GraphRunner:
         """Raises torch.OutOfMemoryError."""
@@ -394,10 +401,12 @@ class Decoding:
         if self._fuses and self._fused is None and logits.is_cuda:
             with_states = modules_with_states(model)
             self._fused = Fused(model, self.group, with_states)
+        if self.native is None and self._frequencies is None:
+            self._frequencies = Frequencies(model) or None
         how = self._masks if self.native is None else self.native.masks
         assert isinstance(how, masks.Masks), "a request that was not refused"
         return GraphRunner(
-            self.native or functools.partial(run_model, self._model, self._fused, how),
+            self.native or self._turning(functools.partial(run_model, self._model, self._fused, how)),
             _between_steps if self._handoffs else lambda: None,
             cache,
             tokens,
@@ -406,6 +415,7 @@ class Decoding:
             change=self._watch.change,
             kinds=kinds_of(model.config),
             room=0 if self.native is not None else several.SIZES[-1],
+            frequencies=self._frequencies,
         )
 
 

@@ -1,7 +1,7 @@
 """Steps of a model that drops its cache at some length and reads the text again, as Phi-3.5-MoE does.
 
-    recorded steps ──► as many tokens as `replaced.read_again_at` says ──► one step of the model's own, which reads all
-                                                                          of the text ──► recorded steps on that cache
+recorded steps ──► as many tokens as `replaced.read_again_at` says ──► one step of the model's own, which reads all
+                                                                      of the text ──► recorded steps on that cache
 """
 
 from __future__ import annotations

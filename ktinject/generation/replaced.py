@@ -125,7 +125,9 @@ def rereading_support(model: Any, before: int, tokens: int) -> Support:
     """Whether steps that do not read a text again may write it; arguments as of `rereads`."""
     if not rereads(model, before, tokens):
         return SUPPORTED
-    return Support.no(f"the text is read again behind {read_again_at(model)} tokens, which may come within it")
+    return Support.no(
+        f"the text is read again behind {read_again_at(model)} tokens, which may come within it"
+    )
 
 
 def cache_support(cache: Any) -> Support:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktinject.generation import frequencies
 from ktinject.generation.cpu.native_parts import UnknownLayer
 
-# Kinds of rotations whose angles are those of the position alone; others go by the longest text so far.
-_BY_POSITION = frozenset({"default", "linear", "llama3", "yarn"})
 # Positions that these are found for at once.
 _AHEAD = 64
 
@@ -31,7 +30,9 @@ class Rotations:
         named    of layers that find theirs themselves among those of all kinds: its name
         widened  kinds whose rotation the model asks for in fp32
         """
-        self._rotary, self._axes, self._widened = rotary, 0, widened
+        # To try it out is not to choose frequencies for the model's next request.
+        self._rotary = None if rotary is None else frequencies.copied(rotary)
+        self._axes, self._widened = 0, widened
         text = config.get_text_config()
         types = [*named] or getattr(text, "layer_types", None) or []
         # Of models that have one for each kind of layer: the kinds that have one, and each layer's; -1: none.
@@ -59,6 +60,7 @@ class Rotations:
         self._interleaved = [_is_interleaved(cos, n) for (cos, _), n in zip(turned, self._frequencies)]
         self._widths = [self._doubled(one, kind)[0].shape[-1] for kind, one in enumerate(found)]
         self._count = _AHEAD if self._goes_by_position(x) else 1
+        self._rotary = rotary
 
     def _find_axes(self, x: Tensor) -> Rotation:
         """How the rotary embedding takes positions: that of text and images needs three in some versions."""
@@ -95,8 +97,7 @@ class Rotations:
 
     def _goes_by_position(self, x: Tensor) -> bool:
         """Whether many positions at once give what each of them alone gives."""
-        types = getattr(self._rotary, "rope_type", None)
-        if not {*(types.values() if isinstance(types, dict) else (types,))} <= _BY_POSITION:
+        if self._rotary is None or not frequencies.goes_by_position(self._rotary):
             return False
         many = self._table(x, 0, _AHEAD)
         return all(_are_rows(many, at, self._table(x, at, 1)) for at in (0, 1, _AHEAD // 2 - 1, _AHEAD - 1))
