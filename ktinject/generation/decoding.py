@@ -98,6 +98,7 @@ class Decoding:
         ]
         if group is not None:
             group.add_check(self.check)
+        self._stood_for = replaced.stood_for(model)
         self._turn = threading.Lock()
         self._owner: int | None = None
         self._takes_turns = False  # those, too, whose steps are not recorded
@@ -181,6 +182,10 @@ class Decoding:
     @fused.setter
     def fused(self, fused: Fused | None) -> None:
         self._fused, self._fuses = fused, fused is not None
+
+    def require_forwards(self) -> None:
+        """Raises OperatorError as `replaced.require_forwards`."""
+        replaced.require_forwards(self._stood_for)
 
     def release(self) -> None:
         """Give back all captured graphs and their caches; the next request captures again."""

@@ -275,6 +275,7 @@ def _request(model: Any, held: Any) -> Iterator[Support]:
     held  its cache, maybe the caller's
     """
     decoding: Decoding = model.ktinject_decoding
+    decoding.require_forwards()
     outer, decoding.replay = decoding.replay, None
     try:
         with kept_cache.restored(held), decoding.turn() as turn, prompts.native(model):

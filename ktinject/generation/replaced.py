@@ -23,9 +23,11 @@ from torch import nn
 from torch.nn import functional
 from transformers import GenerationMixin, cache_utils
 
+from ktinject.errors import OperatorError
 from ktinject.generation.trust import unknown_file
 from ktinject.hf.private import owner_of
 from ktinject.model_class import own_class
+from ktinject.operators import Operator
 from ktinject.support import SUPPORTED, Support
 
 # What recorded steps do not call: it decides what a step is given.
@@ -87,6 +89,26 @@ def methods_support(model: Any, names: Iterable[str]) -> Support:
             holder = next((base for base in own.__mro__ if name in vars(base)), own)
             return Support.no(f"{name} of {holder.__qualname__} is none that is known, {_why(name)}")
     return SUPPORTED
+
+
+# A class of modules that operators replaced, the forward that it had then, and the name of such an operator.
+StoodFor = tuple[type[nn.Module], Any, str]
+
+
+def stood_for(model: nn.Module) -> frozenset[StoodFor]:
+    found = ((module.stood_for, module.name) for module in model.modules() if isinstance(module, Operator))
+    return frozenset((*both, name) for both, name in found if both is not None)
+
+
+def require_forwards(operators: Iterable[StoodFor]) -> None:
+    """Raises OperatorError if a class has another forward than operators stand for: no step calls it, in no loop."""
+    for kind, forward, name in operators:
+        if kind.forward is not forward:
+            raise OperatorError(
+                f"generate: {kind.__qualname__}.forward was replaced after the model was swapped, and {name} stands "
+                "for its modules and does not call it. Replace it before ktinject.optimize, or keep these modules by "
+                "a rule with `replace: keep`."
+            )
 
 
 def _why(name: str) -> str:
