@@ -170,6 +170,9 @@ class Watch:
             name: value for name, value in found.items() if isinstance(value, (FunctionType, property))
         }
         self._note(f"{kind.__module__}.{kind.__qualname__}", _CLASS, kind, _paired(methods))
+        for base in kind.__mro__[1:]:
+            if base not in BASES:
+                self._note_class(base)  # which may have a method that one before it hides
         for base in kind.__mro__:
             file = vars(base).get("forward")
             names_of_file = getattr(file, "__globals__", None)
