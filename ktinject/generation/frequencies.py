@@ -6,7 +6,7 @@
 
 To choose, transformers compares positions with a limit. Where it does so on the host, or gets frequencies from there, a
 step could not be captured. And what is chosen is the module's state, which the next request goes on from: whoever tries
-a module out does that on a twin, or within `kept`.
+a model out does that within `kept`.
 """
 
 from __future__ import annotations
@@ -54,13 +54,6 @@ def state_of(module: nn.Module) -> frozenset[str]:
     return frozenset({"_buffers"} | {name for name in vars(module) if name.endswith(_STATE)})
 
 
-def copied(module: nn.Module) -> Any:
-    """A twin with buffers of its own."""
-    with torch.inference_mode(False):
-        tensors = {name: tensor.clone() for name, tensor in module.named_buffers(recurse=False)}
-    return twin.of(module, tensors=tensors)
-
-
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
     """Within, a model is tried out: behind it, its rotary embeddings are as they were before."""
@@ -89,7 +82,11 @@ class _Fixed:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self._twin = module, copied(module)
+        self.module = module
+        # Made outside of inference mode, whose tensors could not be written outside of it later.
+        with torch.inference_mode(False):
+            tensors = {name: tensor.clone() for name, tensor in module.named_buffers(recurse=False)}
+        self._twin = twin.of(module, tensors=tensors)
         self._limits = {kind: _limit(module, kind) for kind in _types(module)}
         self._chosen: tuple[int, ...] | None = None
 

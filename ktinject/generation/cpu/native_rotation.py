@@ -30,9 +30,7 @@ class Rotations:
         named    of layers that find theirs themselves among those of all kinds: its name
         widened  kinds whose rotation the model asks for in fp32
         """
-        # To try it out is not to choose frequencies for the model's next request.
-        self._rotary = None if rotary is None else frequencies.copied(rotary)
-        self._axes, self._widened = 0, widened
+        self._rotary, self._axes, self._widened = rotary, 0, widened
         text = config.get_text_config()
         types = [*named] or getattr(text, "layer_types", None) or []
         # Of models that have one for each kind of layer: the kinds that have one, and each layer's; -1: none.
@@ -60,7 +58,6 @@ class Rotations:
         self._interleaved = [_is_interleaved(cos, n) for (cos, _), n in zip(turned, self._frequencies)]
         self._widths = [self._doubled(one, kind)[0].shape[-1] for kind, one in enumerate(found)]
         self._count = _AHEAD if self._goes_by_position(x) else 1
-        self._rotary = rotary
 
     def _find_axes(self, x: Tensor) -> Rotation:
         """How the rotary embedding takes positions: that of text and images needs three in some versions."""
