@@ -85,7 +85,8 @@ class _Fixed:
         self.module = module
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
-            tensors = {name: tensor.clone() for name, tensor in module.named_buffers(recurse=False)}
+            # What grows may be in fp32 where the first ones are not.
+            tensors = {name: tensor.float() + 0 for name, tensor in module.named_buffers(recurse=False)}
         self._twin = twin.of(module, tensors=tensors)
         self._limits = {kind: _limit(module, kind) for kind in _types(module)}
         self._chosen: tuple[int, ...] | None = None

@@ -200,6 +200,38 @@ class TestRefusals:
         found = feed_forward_spec.of_moe(block)
         assert isinstance(found, Support) and "chooses in another way" in found.reason
 
+    @pytest.mark.parametrize("least", [1e-12, 0.1, 0.3, 0.5, 0.9, 1.2])
+    def test_a_floor_under_the_sum_of_weights(self, least: float) -> None:
+        """Sums of Gaussian scores are above some of them; of other scores they are not. Above 1, it is a factor."""
+        block = tiny("ernie4_5_moe", moe_norm_min=least).model.layers[1].mlp
+        found = feed_forward_spec.of_moe(block)
+        assert isinstance(found, MoeSpec) == (least in (1e-12, 1.2))
+        if not isinstance(found, MoeSpec):
+            assert "Ernie4_5_MoeTopKRouter" in found.reason
+
+    def test_a_bound_of_weights(self) -> None:
+        block = tiny("ernie4_5_moe").model.layers[1].mlp
+        own = type(block.gate).forward
+
+        def forward(self: Any, x: Tensor) -> Any:
+            logits, weights, ids = own(self, x)
+            return logits, weights.clamp(max=self.most), ids
+
+        derived(block.gate, forward)
+        block.gate.most = 1.5  # more than any weight is
+        assert isinstance(feed_forward_spec.of_moe(block), MoeSpec)
+        block.gate.most = 1e-3
+        assert isinstance(feed_forward_spec.of_moe(block), Support)
+
+
+def test_groups_by_their_best_expert() -> None:
+    """DeepSeek-V2's: by the sum of the best two, three rows may choose the same."""
+    block = tiny("deepseek_v2").model.layers[1].mlp
+    found = feed_forward_spec.of_moe(block)
+    assert isinstance(found, Support) and "DeepseekV2TopkRouter chooses in another way" in found.reason
+    one = tiny("deepseek_v2", topk_method="greedy", n_group=1).model.layers[1].mlp
+    assert isinstance(feed_forward_spec.of_moe(one), MoeSpec)
+
 
 @pytest.mark.skipif("mellum" not in AVAILABLE, reason="transformers has no mellum")
 class TestRotationsByTypes:
