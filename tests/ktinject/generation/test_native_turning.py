@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ktinject
-from ktinject.generation import feed_forward_spec, layer_spec
-from ktinject.generation.attention_probes import Turning
+from ktinject.generation import attention_probes, feed_forward_spec, layer_spec
+from ktinject.generation.attention_probes import Outputs, Turning
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cpu.native_parts import UnknownLayer
 from ktinject.generation.cpu.native_rotation import Rotations
@@ -222,6 +222,15 @@ class TestRefusals:
         assert isinstance(feed_forward_spec.of_moe(block), MoeSpec)
         block.gate.most = 1e-3
         assert isinstance(feed_forward_spec.of_moe(block), Support)
+
+
+def test_a_bound_of_keys_that_gaussian_ones_do_not_reach() -> None:
+    """OLMoE's clip_qkv, which is refused by its name, too."""
+    heads, norms = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
+    for bound, is_known in ((None, True), (5.0, False)):
+        attention = tiny("olmoe", clip_qkv=bound).model.layers[0].self_attn
+        assert isinstance(attention_probes.turning(attention, heads, norms), Turning) == is_known
+        assert isinstance(attention_probes.outputs(attention, heads, norms), Outputs) == is_known
 
 
 def test_groups_by_their_best_expert() -> None:
