@@ -116,13 +116,16 @@ def _why(name: str) -> str:
 
 
 def _is_known(own: type, name: str, function: Any) -> bool:
-    """Whether it is a family's own, of those that are listed."""
-    holder = next((base for base in own.__mro__ if name in vars(base)), None)
-    if holder is None or owner_of(holder) not in KNOWN.get(name, ()):
+    """Whether it is a family's own, of those that are listed; so must be those that it may call of classes behind."""
+    first, *behind = [base for base in own.__mro__ if name in vars(base)] or [own]
+    if owner_of(first) not in KNOWN.get(name, ()):
         return False
-    if (holder, name) not in _SEEN and unknown_file(function) is None:
-        _SEEN[holder, name] = function
-    return _SEEN.get((holder, name)) is function
+    if (first, name) not in _SEEN and unknown_file(function) is None:
+        _SEEN[first, name] = function
+    others = all(
+        vars(base)[name] is _STOCK[name] or _is_known(base, name, vars(base)[name]) for base in behind[:1]
+    )
+    return others and _SEEN.get((first, name)) is function
 
 
 def read_again_at(model: Any) -> int | None:
