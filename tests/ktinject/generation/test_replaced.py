@@ -34,12 +34,20 @@ KINDS = [name for name in ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next") 
 STEPS = 6
 MOVED = 0.2  # relative difference of logits from which on a change shows
 WRONG = 0.1
+_RAISED = (TypeError, ValueError, RuntimeError, AttributeError, StopIteration)
 Make = Callable[[Any], Any]
 
 
 def config_of(family: str) -> dict[str, Any]:
     """All experts are taken where that can be said, so none can turn over."""
     row = models.FAMILIES[family]
+    if "num_experts_per_tok" in row or family == "nemotron_h":
+        return {}
+    # No index has a near tie to decide.
+    return {**_all_experts(family, row), **({"index_topk": 64} if "index_topk" in row else {})}
+
+
+def _all_experts(family: str, row: dict[str, Any]) -> dict[str, Any]:
     if family == "phimoe":
         return {"num_local_experts": 2}
     if row.get("n_group") and family != "beam":
@@ -209,14 +217,19 @@ def outcome(model: Any, plain: Any, mutation: Mutation, ids: Tensor) -> str:
         both.enter_context(mutation.put(model))
         if not mutation.is_shared:
             both.enter_context(mutation.put(plain))
+        ours: Any = None
         try:
             ours = write(model, ids, mutation.cache(model))
         except OperatorError:
             return "refused"
+        except _RAISED:
+            pass
         try:
-            theirs = write(plain, ids, mutation.cache(plain), ours.sequences)
-        except (TypeError, ValueError, RuntimeError, AttributeError):
+            theirs = write(plain, ids, mutation.cache(plain), None if ours is None else ours.sequences)
+        except _RAISED:
             return "unmoved"  # what it was given, it does not take
+    if ours is None:
+        return "WRONG: it raises"
     if len(ours.logits) != len(theirs.logits):
         return f"WRONG: {len(ours.logits)} steps for {len(theirs.logits)}"
     how = "native" if model.ktinject_decoding.last in ("native loop", "graph loop") else "eager"
