@@ -16,6 +16,7 @@ Where an indexer chooses the places that a token attends to (DeepSeek-V3.2, GLM-
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ktinject.machine import Machine
 
 _MASKS = ("sdpa", "eager")  # attention implementations of transformers whose masks are dense
+_SDPA = functional.scaled_dot_product_attention
 # Scores are fp32; more queries than fit into this are taken in turns.
 _MOST_SCORE_BYTES = 256 << 20
 
@@ -84,6 +86,10 @@ class AbsorbedMla(Operator):
         super().__init__()
         self.spec = spec
         self.config = config
+        # What says how transformers computes attention, which may change.
+        self._model_config = getattr(module, "config", None)
+        self._file = type(module).__module__
+        self._eager = _eager_of(self._file)
         self.kv_values_per_token = spec.kv_lora_rank + spec.qk_rope_head_dim
         if spec.chooses == "own":
             self.kv_values_per_token += getattr(module.get_submodule(latent_formula.INDEXER), "head_dim", 0)
@@ -149,10 +155,12 @@ class AbsorbedMla(Operator):
                              for the paged cache has keys and values of one width; for a layer that goes by another
                              one's choice, the places that this has chosen [b, m, k]; and where queries depend on them,
                              the tokens' position_ids [b or 1, m]
-        Raises               OperatorError for another mask, for positions of another form, if attention weights are
-                             asked for, if there is no mask or choice where places are chosen, or no positions where
-                             queries depend on them
+        Raises               OperatorError for another mask or another way of attention, for positions of another form,
+                             if attention weights are asked for, if there is no mask or choice where places are chosen,
+                             or no positions where queries depend on them
         """
+        if not torch.compiler.is_compiling():
+            self._check_attention()
         if kwargs.get("output_attentions"):
             raise OperatorError("absorbed_mla: attention weights are not kept. Leave output_attentions out.")
         spec = self.spec
@@ -188,6 +196,26 @@ class AbsorbedMla(Operator):
             out = latent_formula.gated(self, spec, out.reshape(b, m, spec.num_heads, -1), hidden_states)
         out = self.o_proj(out.reshape(b, m, -1))
         return (out, None, chosen) if spec.hands_on and chosen is not None else (out, None)
+
+    def _check_attention(self) -> None:
+        """Raises OperatorError if transformers would call a function for attention that is none of its own."""
+        name = getattr(self._model_config, "_attn_implementation", None)
+        bare = None if name is None else name.removeprefix("paged|")  # of packed requests
+        if bare is None or bare.startswith("ktinject_"):
+            return
+        if bare not in _MASKS:
+            why = f"attention runs as {name!r}"
+        elif bare == "eager" and _eager_of(self._file) is not self._eager:
+            why = "eager_attention_forward of the model's file was replaced"
+        elif bare == "sdpa" and compat.ALL_ATTENTION_FUNCTIONS[bare] is not compat.sdpa_attention_forward:
+            why = "another function is registered as 'sdpa'"
+        else:
+            return
+        raise OperatorError(
+            f"absorbed_mla: {why}, and latent attention is computed here, by none of transformers' functions. Use "
+            "model.set_attn_implementation('sdpa') or 'eager' with transformers' own functions, or keep the attention "
+            "by a rule with `replace: keep`."
+        )
 
     def _at_positions(self, parts: tuple[Tensor, Tensor], positions: Any) -> list[Tensor]:
         """Parts of queries [b, heads, m, …] times what their positions [b or 1, m] say."""
@@ -257,6 +285,8 @@ class AbsorbedMla(Operator):
     def absorbs(self, m: int, s: int) -> bool:
         """Which form m new tokens over s take; decided by shapes alone, so that a captured graph holds."""
         spec = self.spec
+        if functional.scaled_dot_product_attention is not _SDPA:
+            return False  # another function was put in its place, to be called
         if type(self.kv_b_proj) is not nn.Linear:
             _warn_expansion(f"is a {type(self.kv_b_proj).__name__} now, which cannot be absorbed")
             return False
@@ -318,7 +348,8 @@ class AbsorbedMla(Operator):
         k = torch.cat([k_nope, k_rope.expand(-1, spec.num_heads, -1, -1)], -1)
         q = torch.cat([q_nope, q_rope], -1)
         dropout = spec.dropout if self.training else 0.0
-        if not dropout and cpu_attention.is_faster(q, k):
+        is_torchs = functional.scaled_dot_product_attention is _SDPA
+        if is_torchs and not dropout and cpu_attention.is_faster(q, k):
             return cpu_attention.attend(q, k, v, mask, spec.scaling).transpose(1, 2)
         if v.is_cpu and v.shape[-1] < k.shape[-1]:
             # On the CPU, torch's fused attention is for values as wide as keys; without it, scores pass through memory.
@@ -370,6 +401,14 @@ def _check_mask(mask: Any, b: int, m: int, s: int) -> None:
             f"absorbed_mla: attention_mask: found {shape}; allowed: None or a tensor {(b, 1, m, s)}. "
             "Use attn_implementation='sdpa' or 'eager'."
         )
+
+
+def _eager_of(file: str) -> Any:
+    """The function that a modeling file of transformers calls for attention that is "eager"."""
+    found = getattr(sys.modules.get(file), "eager_attention_forward", None)
+    while getattr(found, "__globals__", {}).get("__name__", "").startswith("ktinject."):  # around it
+        found = found.__wrapped__
+    return found
 
 
 def _warn_expansion(why: str) -> None:

@@ -104,6 +104,8 @@ class Operator(StandIn, ABC):
     changing: ClassVar[frozenset[str]] = frozenset()
     # Shared by all operators that leave outputs for each other; it crosses stage boundaries.
     pending_output: PendingOutput | None = None
+    # The class of the module that it replaced, and the forward that this class had then.
+    stood_for: tuple[type[nn.Module], Any] | None = None
     # Values that an attention caches for a token; None: as many as the module that it replaces.
     kv_values_per_token: int | None = None
 

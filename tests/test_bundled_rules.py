@@ -29,7 +29,7 @@ DECODES = {
     "afmoe": "native loop",
     "aria_text": "native loop",
     "beam": "native loop",
-    "deepseek_v2": "native loop",
+    "deepseek_v2": "layer 1: its DeepseekV2TopkRouter",  # chooses groups by their best expert alone
     "deepseek_v3": "native loop",
     "deepseek_v32": "native loop",
     "deepseek_v4": "native loop",

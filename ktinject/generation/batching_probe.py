@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktinject.generation import frequencies
 from ktinject.hf import compat
 from ktinject.operators.torch_ops.packed_attention import FULL, SLIDING, causal_mask, takes_kwargs
 from ktinject.support import SUPPORTED, Support
@@ -54,7 +55,7 @@ def support(
         )
         for counts in zip(*_STEPS)
     ]
-    with torch.no_grad():
+    with torch.no_grad(), frequencies.kept(model):
         want = [model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts]
         try:
             with packed():

@@ -20,13 +20,23 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import continued, eligibility, loop, masks, several, step_inputs, turn_pass
+from ktinject.generation import (
+    continued,
+    eligibility,
+    loop,
+    masks,
+    replaced,
+    several,
+    step_inputs,
+    turn_pass,
+)
 from ktinject.generation.cache import KVBucket, bucket_of
 from ktinject.generation.cache_layers import kinds_of
 from ktinject.generation.compressed import CompressedLayer, Steps
 from ktinject.generation.consecutive import OneByOne, modules_with_states
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cuda.fused import Fused
+from ktinject.generation.frequencies import Frequencies
 from ktinject.generation.graph_runner import Forward, GraphRunner, size_of
 from ktinject.generation.watch import Watch
 from ktinject.hf import compat
@@ -75,6 +85,7 @@ class Decoding:
         self._native: NativeDecoder | None = None
         self._fused: Fused | None = None
         self._fuses = True
+        self._frequencies: Frequencies | None = None  # of captured steps; None: their forward chooses
         self._model = weakref.ref(model)
         self._watch: Watch | None = None  # of the model that is recorded
         self._recordable = SUPPORTED  # whether that model can be
@@ -90,6 +101,7 @@ class Decoding:
         ]
         if group is not None:
             group.add_check(self.check)
+        self._stood_for = replaced.stood_for(model)
         self._turn = threading.Lock()
         self._owner: int | None = None
         self._takes_turns = False  # those, too, whose steps are not recorded
@@ -182,6 +194,10 @@ class Decoding:
         """
         found = {} if self._fused is None else self._fused.slower()
         return "; ".join(f"{', '.join(paths)}: {reason}" for reason, paths in found.items())
+
+    def require_forwards(self) -> None:
+        """Raises OperatorError as `replaced.require_forwards`."""
+        replaced.require_forwards(self._stood_for)
 
     def release(self) -> None:
         """Give back all captured graphs and their caches; the next request captures again."""
@@ -280,6 +296,11 @@ class Decoding:
         """
         model = self._model()
         assert model is not None
+        methods = replaced.support(model)
+        if self.group is not None:
+            methods = self.group.all_support(methods)
+        if not methods:
+            return methods
         # Without the experts that have left a GPU, steps need less on it, and guess at the next layer's.
         is_same = self._watch is not None and self._given_back == lent.times() and not self._watch.change()
         if self.group is not None:
@@ -318,7 +339,7 @@ class Decoding:
         """Note the model as it is now."""
         self.release()
         self._given_back = lent.times()
-        self._fused = self._masks = None
+        self._fused = self._masks = self._frequencies = None
         self._left_out.clear()
         continued.registered()
         watch, support = Watch(model), eligibility.recording_support(model)
@@ -377,12 +398,17 @@ class Decoding:
         models: list[Fused | OneByOne] = [OneByOne(model, paths)]
         if self._fused is not None:
             models.insert(0, self._fused)
-        return [functools.partial(run_model, self._model, each, self._masks) for each in models]
+        found = [functools.partial(run_model, self._model, each, self._masks) for each in models]
+        return [*map(self._turning, found)]
 
     def turn_forward(self) -> turn_pass.Forward:
         """The model on the new tokens of a next turn."""
         assert isinstance(self._masks, masks.Masks), "a request that was not refused"
-        return functools.partial(turn_pass.run_model, self._model, self._masks)
+        return self._turning(functools.partial(turn_pass.run_model, self._model, self._masks))
+
+    def _turning(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A forward in which rotary embeddings do not choose frequencies, where that is done before each step."""
+        return forward if self._frequencies is None else self._frequencies.around(forward)
 
     def _new_runner(self, cache: Any, logits: Tensor, tokens: int) -> GraphRunner:
         """Raises torch.OutOfMemoryError."""
@@ -391,10 +417,12 @@ class Decoding:
         if self._fuses and self._fused is None and logits.is_cuda:
             with_states = modules_with_states(model)
             self._fused = Fused(model, self.group, with_states)
+        if self.native is None and self._frequencies is None:
+            self._frequencies = Frequencies(model) or None
         how = self._masks if self.native is None else self.native.masks
         assert isinstance(how, masks.Masks), "a request that was not refused"
         return GraphRunner(
-            self.native or functools.partial(run_model, self._model, self._fused, how),
+            self.native or self._turning(functools.partial(run_model, self._model, self._fused, how)),
             _between_steps if self._handoffs else lambda: None,
             cache,
             tokens,
@@ -403,6 +431,7 @@ class Decoding:
             change=self._watch.change,
             kinds=kinds_of(model.config),
             room=0 if self.native is not None else several.SIZES[-1],
+            frequencies=self._frequencies,
         )
 
 

@@ -34,6 +34,7 @@ from ktinject.generation import (
     kept_cache,
     masks,
     own_caches,
+    replaced,
     sampling,
     step_inputs,
     trust,
@@ -46,8 +47,6 @@ from ktinject.model_class import own_class, stored_parameters
 from ktinject.operators import Operator
 from ktinject.support import SUPPORTED, Support
 
-# Methods that decide what a step is given. A recorded step does not call them.
-_PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "__call__")
 # They compute nothing.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # transformers' hooks that record what was asked for with output_…=True, and else do nothing; they stay once set.
@@ -110,8 +109,6 @@ def recording_support(model: PreTrainedModel) -> Support:
         replay = trust.instance_support(module) if is_adapter else trust.replay_support(module)
         if not replay:
             return Support.no(f"{where} {replay.reason}")
-    if name := trust.replaced_method(model, _PREPARING):
-        return Support.no(f"{name} of the model was replaced, which decides what each step is given")
     return SUPPORTED if model.device.type == "cpu" else attention_support(model)
 
 
@@ -157,7 +154,7 @@ def request_support(
         return Support.no(f"cache_implementation={config.cache_implementation!r}")
     if config.return_dict_in_generate and type(held) is not DynamicCache:
         return Support.no(f"return_dict_in_generate=True returns the cache, a {type(held).__name__}")
-    if not (kind := cache_layers.kind_support(held)):
+    if not (kind := cache_layers.kind_support(held) and replaced.cache_support(held)):
         return kind
     if not (padded := _padding_support(model, held, model_kwargs.get("attention_mask"))):
         return padded
@@ -242,6 +239,8 @@ def read_plain(
     """
     if synced_gpus:
         return Support.no("synced_gpus")
+    if not (known := replaced.methods_support(model, replaced.OF_LOOPS)):
+        return known
     if config.output_attentions or config.output_hidden_states:
         return Support.no(
             "attentions or hidden states are asked for (output_attentions, output_hidden_states)"

@@ -31,6 +31,7 @@ from ktinject.generation import (
     kept_cache,
     own_caches,
     own_loop,
+    replaced,
     short_memory,
     speculation,
     stateful,
@@ -118,9 +119,11 @@ class _Swapped(Methods):
         **model_kwargs: Any,
     ) -> Any:
         decoding: Decoding = self.ktinject_decoding
-        with _request(self, compat.cache_of(model_kwargs)) as turn:
+        held = compat.cache_of(model_kwargs)
+        with _request(self, held) as turn:
             recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
             recorded = recorded and beams.support(generation_config, synced_gpus)
+            recorded = recorded and _rereading(self, held, generation_config)
             recorded = recorded and own_caches.plain_support(self, model_kwargs)
             if decoding.explains:
                 return foreseen.of_request(decoding, recorded, Support.no(beams.NAME), input_ids)
@@ -171,7 +174,9 @@ class _Swapped(Methods):
         )
         with _request(self, request.held) as turn:
             recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
+            recorded = recorded and replaced.methods_support(self, replaced.OF_CANDIDATES)
             recorded = recorded and speculation.support(decoding, request, synced_gpus)
+            recorded = recorded and _rereading(self, request.held, generation_config)
             if decoding.explains:
                 stateful.require(self, generation_config, assistant_model, recorded)
                 return foreseen.of_candidates(decoding, recorded, request)
@@ -226,6 +231,7 @@ class _Swapped(Methods):
                 plain = Support.no("a static cache without graphs, which transformers may compile")
             if not isinstance(plain, PlainRequest):
                 recorded = recorded and own_caches.plain_support(self, model_kwargs)
+                recorded = recorded and _rereading(self, held, generation_config)
             if not input_ids.shape[1]:
                 plain = Support.no("the prompt is embeddings (inputs_embeds)")
             if decoding.explains:
@@ -257,6 +263,11 @@ class _Shared(_Swapped):
         """A process has its part of the heads: each layer's cache is made for the keys that come."""
 
 
+def _rereading(model: Any, held: Any, config: GenerationConfig) -> Support:
+    """Whether a loop of transformers' may write a text in recorded steps, which do not read it again."""
+    return replaced.rereading_support(model, 0 if held is None else held.get_seq_length(), config.max_length)
+
+
 @contextmanager
 def _request(model: Any, held: Any) -> Iterator[Support]:
     """Within, a request runs. Gives whether it may use recorded steps; whatever is raised leaves all as it was before.
@@ -264,6 +275,7 @@ def _request(model: Any, held: Any) -> Iterator[Support]:
     held  its cache, maybe the caller's
     """
     decoding: Decoding = model.ktinject_decoding
+    decoding.require_forwards()
     outer, decoding.replay = decoding.replay, None
     try:
         with kept_cache.restored(held), decoding.turn() as turn, prompts.native(model):

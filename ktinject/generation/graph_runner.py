@@ -23,6 +23,7 @@ from transformers import Cache
 from ktinject.generation import cache_rows
 from ktinject.generation.cache import FixedCache, KVBucket, bucket_of, rows_of
 from ktinject.generation.cache_layers import LayerKind, fill_rows
+from ktinject.generation.frequencies import Frequencies
 from ktinject.generation.governor import Costs
 from ktinject.generation.piecewise_graph import (
     EagerStages,
@@ -82,6 +83,7 @@ class GraphRunner:
         change: Callable[[], str] = lambda: "",
         kinds: Sequence[LayerKind] | None = None,
         room: int = 0,
+        frequencies: Frequencies | None = None,
     ) -> None:
         """Take the memory. Raises torch.OutOfMemoryError.
 
@@ -94,7 +96,10 @@ class GraphRunner:
         change   asked before each step: what the model has of another kind than when `forward` was made, or ""
         kinds    as `FixedCache` takes them
         room     tokens of a step of one text, behind those of a window; a runner of several rows has none
+        frequencies
+                 that `forward` turns by, chosen before each step; None: it chooses itself
         """
+        self._frequencies, self._ahead = frequencies, 0
         self.device = device = logits.device
         self.rows, vocab_size = logits.shape
         batch = size_of(self.rows, device)
@@ -135,6 +140,10 @@ class GraphRunner:
         """Begin a request; the arguments are those of `FixedCache.begin`."""
         self.changed, self._looked = "", None
         self.rows = rows_of(cache)
+        if self._frequencies is not None:
+            self._frequencies.begin()
+            # Positions of texts with images in them may be others than those in the cache.
+            self._ahead = 0 if positions is None else int(positions.max()) - length
         self.cache.begin(cache, length, mask, positions)
         if self.live is not None:
             self.live.fill_(True)[self.rows :] = False
@@ -160,6 +169,7 @@ class GraphRunner:
             self.changed = change
             self._run_eagerly(bucket, self._own, has_hidden=False)
             return
+        self._choose_frequencies()
         key = bucket, has_hidden
         graph = self._steps.get(key)
         if graph is None and self.graphs:
@@ -236,6 +246,7 @@ class GraphRunner:
 
         state  what work that is done twice must find as it was
         """
+        self._choose_frequencies()
         if key not in graphs and self.graphs:
             graphs[key] = lent.retried(lambda: self._capture(work, [*state]), self._devices)
             self.graphs = SUPPORTED  # steps of one token are captured without it
@@ -255,6 +266,10 @@ class GraphRunner:
             if is_step:
                 self._wake()
             graph.replay()
+
+    def _choose_frequencies(self) -> None:
+        if self._frequencies is not None:
+            self._frequencies.choose(self.cache.used - 1 + self._ahead)
 
     def is_changed(self) -> bool:
         """Whether the model is another one than was recorded; `changed` says it then."""

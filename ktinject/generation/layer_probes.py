@@ -53,13 +53,14 @@ class Stub(nn.Module):
 def run_twin(module: nn.Module, changed: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """The class's own forward on a twin, on the CPU.
 
-    changed   children, or tensors that stand for parameters and buffers, by name
+    changed   children, tensors that stand for parameters and buffers, or attributes that are numbers, by name
     Raises    whatever transformers' code does where it is given what it is not made for
     """
     children = {name: value for name, value in changed.items() if isinstance(value, nn.Module)}
     tensors = {name: value for name, value in changed.items() if isinstance(value, Tensor)}
+    numbers = {name: value for name, value in changed.items() if isinstance(value, float)}
     with twin.on_cpu():
-        return twin.run(twin.of(module, children, tensors), *args, **kwargs)
+        return twin.run(twin.of(module, children, tensors, numbers), *args, **kwargs)
 
 
 # A model's layers are of few shapes, and a router's weight takes longer to draw than to try.

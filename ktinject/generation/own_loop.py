@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ktinject.generation import cache as caches
-from ktinject.generation import kept_cache, loop, next_turns, own_caches
+from ktinject.generation import kept_cache, loop, next_turns, own_caches, replaced
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest
 from ktinject.generation.graph_runner import GraphRunner
+from ktinject.generation.reading_again import RereadingStep
 from ktinject.generation.steps import (
     EagerStep,
     GraphStep,
@@ -66,7 +67,9 @@ def run(
     new_tokens = max(1, plain.max_length - input_ids.shape[1])
     held = compat.cache_of(model_kwargs)
     before = tokens_in(held)
-    turn = next_turns.read(model, input_ids, config, model_kwargs, new_tokens) if recorded else None
+    turn = None
+    if recorded and not replaced.rereads(model, before, input_ids.shape[1]):
+        turn = next_turns.read(model, input_ids, config, model_kwargs, new_tokens)
     if turn is not None:
         read = _Read(turn[1], held, model_kwargs, turn[0], None)
     else:
@@ -84,7 +87,12 @@ def run(
         if runner is not None:
             if not kept_cache.is_callers(cache):
                 caches.give_back(cache)
-            step = GraphStep(runner, plain, decoding)
+            if replaced.rereads(model, length, length + new_tokens - 1):
+                step = RereadingStep(
+                    model, runner, plain, decoding, input_ids, model_kwargs, cache, positions
+                )
+            else:
+                step = GraphStep(runner, plain, decoding)
         else:
             step = EagerStep(model, plain, logits, input_ids, model_kwargs)
         step.sampler.begin(input_ids, plain.request)
@@ -106,11 +114,14 @@ def run(
             generator=torch.cuda.default_generators[logits.device.index] if draws else None,
         )
     steps = tokens.shape[1] - input_ids.shape[1]
+    read_again = isinstance(step, RereadingStep) and step.cache is not cache
+    if isinstance(step, RereadingStep):
+        cache = step.cache
     if runner is not None and is_kept:
         # The last token was read by no step that counts.
         kept_cache.hand_back(cache, runner.cache, length + steps - 1)
     decoding.note(*_how(runner, recorded, is_native=native is not None))
-    if runner is not None and turn is None and kept_cache.is_callers(cache):
+    if runner is not None and turn is None and not read_again and kept_cache.is_callers(cache):
         next_turns.come_again(model, tokens, before, length - before)
     if not plain.is_dict:
         return tokens
@@ -140,6 +151,7 @@ def _prefilled(
         mask = model_kwargs.get("attention_mask")
         found = first_positions(model, input_ids, logits, model_kwargs)
         positions, recorded = (None, found) if isinstance(found, Support) else (found, recorded)
+        recorded = recorded and replaced.cache_support(cache)  # which the model may have made
         if recorded:
             own = own_caches.as_dynamic(model, cache)
             runner, recorded = runner_for(decoding, own, logits, input_ids, before, mask, new_tokens)

@@ -21,6 +21,9 @@ from ktinject.support import Support
 
 # Buffers or parameters of a router, or buffers of its block, that are added to the scores for the choice.
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+_RTOL, _ATOL = 1e-3, 1e-5  # of weights
+# Sums of the chosen scores below which a router may divide by another number: published ones add up to 1e-6 to them.
+_LEAST = 2e-3
 # What is made of logits.
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
@@ -83,16 +86,29 @@ def routing(
         given.append((ids, weights))
         return torch.tanh(x)
 
-    def run(x: Tensor, dtype: torch.dtype, weight: Tensor = weight) -> Tensor:
-        own = {weight_path: weight.to(dtype), "bias": bias.to(dtype), **drawn}
+    def run(
+        x: Tensor,
+        dtype: torch.dtype,
+        weight: Tensor = weight,
+        times: float = 1.0,
+        varied: tuple[nn.Module, str, float] | None = None,
+    ) -> Tensor:
+        """times: of corrections. varied: a module, and a number of it that is another one."""
+        given_drawn = {path: tensor * times for path, tensor in drawn.items()}
+        own = {weight_path: weight.to(dtype), "bias": bias.to(dtype), **given_drawn}
         held = _by_children(router, {path: tensor for path, tensor in own.items() if path not in outer})
+        numbers: dict[int, dict[str, Any]] = {id(router): {}, id(holder): {}}
+        if varied is not None:
+            numbers[id(varied[0])][varied[1]] = varied[2]
         children: dict[str, Any] = {
-            name: Stub(lambda x, *given: run_twin(router, held, x, *given)),
+            name: Stub(lambda x, *given: run_twin(router, held | numbers[id(router)], x, *given)),
             "experts": Stub(taken),
         }
-        of_holder = {path: drawn[path] for path in outer}
+        of_holder = {path: given_drawn[path] for path in outer}
         if within:
-            children, of_holder = {within: twin.of(holder, children, of_holder)}, {}
+            children, of_holder = {within: twin.of(holder, children, of_holder, numbers[id(holder)])}, {}
+        else:
+            of_holder |= numbers[id(holder)]
         if shared is not None:
             children[shared] = Stub(torch.cos)
         if shared_gate is not None:
@@ -128,6 +144,25 @@ def routing(
             found = router_kinds.near(
                 router, lambda x, w: (run(x[None], x.dtype, w), given[-1])[1], experts, hidden
             )
+        if found is not None and "nearness" not in found:
+            for rows, scaled, times in _far_apart(weight, hidden):
+                run(rows, rows.dtype, scaled, times)
+                if not _is_so(found, rows[0] @ scaled.T + bias, added, times, *given[-1]):
+                    return Support.no(f"its {type(router).__name__} chooses in another way for other scores")
+            for module in (router, holder):
+                for number, value in _numbers(module).items():
+                    other = run(x, x.dtype, varied=(module, number, 4 * value))
+                    follows = _explained(router, x[0] @ weight.T + bias, added, *given[-1])
+                    if follows is None or (
+                        norm is None
+                        and _factors(
+                            other,
+                            torch.atan(torch.tanh(torch.sin(x))) if narrow else torch.tanh(x),
+                            of_shared,
+                        )
+                        is None
+                    ):
+                        return Support.no(f"its {type(module).__name__} does something else by {number}")
     except Exception as error:
         return refusal_of(error)
     if found is None:
@@ -166,7 +201,7 @@ def by_tokens(block: nn.Module, name: str, router: nn.Module, shared: str | None
         given.append((ids, weights))
         return torch.tanh(x)
 
-    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
+    def run(x: Tensor, dtype: torch.dtype, weight: Tensor = weight) -> Tensor:
         own = {"weight": weight.to(dtype), path: table}
         children = {
             name: Stub(lambda x, *given: run_twin(router, own, x, *given)),
@@ -186,6 +221,13 @@ def by_tokens(block: nn.Module, name: str, router: nn.Module, shared: str | None
     if factors is None or not torch.equal(ids, table[tokens[0]]):
         return Support.no(f"its {kind} chooses in another way")
     found = _weighed(x[0] @ weight.T, ids, weights)
+    for rows, scaled, _ in _far_apart(weight, hidden):
+        rows = rows[:, :ROWS]
+        try:
+            weights = (run(rows, rows.dtype, scaled), given[-1][1])[1]
+        except Exception as error:
+            return refusal_of(error)
+        found = found if found == _weighed(rows[0] @ scaled.T, ids, weights) else None
     if found is None:
         return Support.no(f"its {kind} weighs experts in another way")
     found |= {"top_k": ids.shape[1], "is_corrected": False, "groups": 1, "top_groups": 1, "table": path}
@@ -297,7 +339,7 @@ def _explained(
             want = torch.where(chosen, scores, 0.0)
             want = want / want.sum(-1, keepdim=True) if is_normed else want
             factor = float(f"{(found.sum() / want.sum()).item():.6g}")
-            if factor > 0 and torch.allclose(found, factor * want, rtol=1e-3, atol=1e-5):
+            if factor > 0 and torch.allclose(found, factor * want, rtol=_RTOL, atol=_ATOL):
                 return {
                     "scores": kind,
                     "top_k": top_k,
@@ -308,6 +350,44 @@ def _explained(
                     "factor": factor,
                 }
     return None
+
+
+def _is_so(
+    found: Mapping[str, Any],
+    logits: Tensor,
+    correction: Tensor | None,
+    times: float,
+    ids: Tensor,
+    weights: Tensor,
+) -> bool:
+    """Whether experts and weights are what `_explained` has found, where chosen scores sum to `_LEAST` or more.
+
+    times  as large are corrections
+    """
+    scores = SCORES[found["scores"]](logits)
+    by = scores if correction is None else scores + times * correction
+    kept = torch.where(_chosen(by, found["top_k"], found["groups"], found["top_groups"]), scores, 0.0)
+    sums = kept.sum(-1, keepdim=True)
+    want = found["factor"] * (kept / sums if found["is_normed"] else kept)
+    given = torch.zeros_like(want).scatter_add(1, ids, weights.float())
+    seen = (sums >= _LEAST).flatten()
+    return torch.allclose(given[seen], want[seen], rtol=_RTOL, atol=_ATOL)
+
+
+@twin.on_cpu()
+def _far_apart(weight: Tensor, hidden: int) -> list[tuple[Tensor, Tensor, float]]:
+    """Rows [1, m, hidden], a weight, and how many times as large corrections are, at which a bound shows that scores of
+    Gaussian logits do not reach: all scores alike; chosen ones however small they are; all of them small.
+    """
+    rows, common = random(1, 16, hidden, seed=5), random(hidden, seed=6)
+    down = -rows * (rows @ common).sign()[..., None]
+    lower = weight + 4 * hidden**-0.5 * common
+    return [(rows, 0.01 * weight, 1.0), (rows, 1.5 * weight, 30.0), (down, lower, 1.0), (down, lower, 30.0)]
+
+
+def _numbers(module: nn.Module) -> dict[str, float]:
+    """Attributes that may be factors or bounds. Integers say how many there are of something."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, float) and value}
 
 
 def _chosen(scores: Tensor, top_k: int, groups: int, top_groups: int) -> Tensor:

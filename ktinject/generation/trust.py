@@ -6,7 +6,6 @@ unless it says so by `capturable = True`: a replay would miss a counter, a log o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -52,14 +51,13 @@ def instance_support(module: nn.Module) -> Support:
     return SUPPORTED
 
 
-def replaced_method(model: Any, names: Iterable[str]) -> str | None:
-    """The first of a model's methods that is not its class's own, or is of unknown code."""
-    for name in names:
-        own = getattr(type(model), name, None)
-        here = vars(model).get(name)
-        is_own = here is None or (getattr(here, "__func__", None) is own and here.__self__ is model)
-        if not is_own or _unknown_file(own) is not None:
-            return name
+def unknown_file(function: Any) -> str | None:
+    """The unknown file that a function is from, or what it wraps: decorators copy names, but not `__globals__`."""
+    while function is not None:
+        file = getattr(function, "__globals__", {}).get("__name__", "torch")
+        if not is_trusted(file):
+            return str(file)
+        function = getattr(function, "__wrapped__", None)
     return None
 
 
@@ -75,15 +73,5 @@ def _unknown_code(base: type) -> str | None:
     if not is_trusted(base.__module__):
         return f"whose {next(iter(functions))} is from {base.__module__}" if functions else None
     names = ("forward", "__call__") if base in BASES else functions
-    found = ((name, _unknown_file(functions.get(name))) for name in names)
+    found = ((name, unknown_file(functions.get(name))) for name in names)
     return next((f"whose {name} is from {file}" for name, file in found if file is not None), None)
-
-
-def _unknown_file(function: Any) -> str | None:
-    """The unknown file that a function is from, or what it wraps: decorators copy names, but not `__globals__`."""
-    while function is not None:
-        file = getattr(function, "__globals__", {}).get("__name__", "torch")
-        if not is_trusted(file):
-            return str(file)
-        function = getattr(function, "__wrapped__", None)
-    return None

@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from ktinject.errors import OperatorError
-from ktinject.generation import continued, loop
+from ktinject.generation import continued, frequencies, loop
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import ALL_TOKENS, BucketLayer
 from ktinject.generation.graph_runner import GraphRunner
@@ -248,7 +248,7 @@ class TurnPass:
         cache = DynamicCache(config=model.config)
         new = text[:, held:]
         asked = {compat.CACHE: cache, "use_cache": True, "logits_to_keep": 1}
-        with continued.unplanned(model, text.shape[1] ** 2):
+        with continued.unplanned(model, text.shape[1] ** 2), frequencies.kept(model):
             model(input_ids=text[:, :held], **asked)
             self._runner.begin(cache, held, None, None)
             wanted = model(input_ids=new, **asked).logits

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ktinject import _native
-from ktinject.generation import step_inputs
+from ktinject.generation import frequencies, step_inputs
 from ktinject.generation.trust import BASES, is_trusted
 from ktinject.hf import adapters, compat
 from ktinject.operators import Operator
@@ -116,6 +116,7 @@ class Watch:
         aside = _ASIDE_OF_MODEL if module is model else frozenset()
         if isinstance(module, Operator):
             aside |= module.changing
+        aside |= frequencies.state_of(module)
         if is_trusted(type(module).__module__):
             aside |= {step_inputs.REMEMBERED}  # of each request; a step that is recorded does not read it
         elif not adapters.is_lora_linear(module):  # what it remembers of its own work
@@ -169,6 +170,9 @@ class Watch:
             name: value for name, value in found.items() if isinstance(value, (FunctionType, property))
         }
         self._note(f"{kind.__module__}.{kind.__qualname__}", _CLASS, kind, _paired(methods))
+        for base in kind.__mro__[1:]:
+            if base not in BASES:
+                self._note_class(base)  # which may have a method that one before it hides
         for base in kind.__mro__:
             file = vars(base).get("forward")
             names_of_file = getattr(file, "__globals__", None)

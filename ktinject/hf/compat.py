@@ -219,6 +219,7 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         Private(_GENERATION, "_update_model_kwargs_for_generation", _NEXT, "a next step"),
         Private(_GENERATION, "prepare_inputs_for_generation", _PREPARE, "a step without graphs"),
         Private(_GENERATION, "_optimize_model_for_decode", "(self)", "around all decode steps"),
+        Private(_GENERATION, "_has_unfinished_sequences", THERE, "our loops end by themselves"),
         Private(
             "transformers.generation.utils", "GenerateDecoderOnlyOutput", _ANSWER, "return_dict_in_generate"
         ),

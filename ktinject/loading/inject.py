@@ -37,7 +37,9 @@ def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
     for replacement in plan.replacements:
         kind = ReceivedExperts if replacement.elsewhere else REGISTRY[replacement.operator]
         with plan.blaming(replacement.path):
-            operator = kind.build(model.get_submodule(replacement.path), replacement.config)
+            module = model.get_submodule(replacement.path)
+            operator = kind.build(module, replacement.config)
+            operator.stood_for = type(module), type(module).forward
             if replacement.placement is not None and not replacement.elsewhere:
                 operator.place(replacement.placement)
             operators[replacement.path] = operator

@@ -12,9 +12,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from trained import trained_model
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+    StaticCache,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 import ktinject
 from ktinject import OperatorError, PlanError, RuleError
@@ -441,6 +452,49 @@ def test_compiled_as_one_graph_for_any_length(prefill: str) -> None:
         given = {"position_embeddings": (turn.cos(), turn.sin()), "attention_mask": None}
         with torch.no_grad():
             assert relative_error(compiled(x, **given)[0], attention(x, **given)[0]) < FP32
+
+
+def halved(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+    out, weights = sdpa_attention_forward(module, q, k, v, mask, **kwargs)
+    return out * 0.5, weights
+
+
+def test_another_attention_behind_the_swap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not be called; before the swap the rule is refused."""
+    _, swapped = pair()
+    AttentionInterface.register("halved", halved)
+    AttentionMaskInterface.register("halved", sdpa_mask)
+    swapped.set_attn_implementation("halved")
+    with pytest.raises(
+        OperatorError, match=r"absorbed_mla: attention runs as 'halved', and latent attention is"
+    ):
+        swapped(ids(1, 5))
+    with pytest.raises(OperatorError, match="runs as 'halved'"):
+        swapped.generate(ids(1, 5), max_new_tokens=3)
+    swapped.set_attn_implementation("sdpa")
+    with monkeypatch.context() as patched:
+        patched.setitem(AttentionInterface._global_mapping, "sdpa", halved)
+        with pytest.raises(OperatorError, match="another function is registered as 'sdpa'"):
+            swapped(ids(1, 5))
+    swapped.set_attn_implementation("eager")
+    with monkeypatch.context() as patched:
+        patched.setattr(modeling_deepseek_v3, "eager_attention_forward", halved)
+        with pytest.raises(OperatorError, match="eager_attention_forward of the model's file was replaced"):
+            swapped(ids(1, 5))
+    for kind in ("eager", "sdpa"):
+        swapped.set_attn_implementation(kind)
+        swapped.generate(ids(1, 5), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("prefill", ["absorbed", "expanded"])
+def test_a_function_in_the_place_of_torch_s_fused_attention_is_called(
+    prefill: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, swapped = pair(prefill=prefill)
+    own = functional.scaled_dot_product_attention
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda *a, **k: own(*a, **k) * 0.5)
+    same(model, swapped, input_ids=ids(2, 9))
+    same(model, swapped, input_ids=ids(2, 1))
 
 
 def test_refused_rules() -> None:

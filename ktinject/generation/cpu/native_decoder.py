@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ktinject import _native
-from ktinject.generation import block_index_spec, compressed, loop
+from ktinject.generation import block_index_spec, compressed, frequencies, loop
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import LayerKind, tensors_of
 from ktinject.generation.compressed import CompressedLayer
@@ -97,7 +97,8 @@ class NativeDecoder:
         self.is_proven, self.support = False, SUPPORTED
         self.proof = Proof()
         try:
-            self._layers = NativeLayers(model)
+            with frequencies.kept(model):  # parts of it are run
+                self._layers = NativeLayers(model)
         except UnknownLayer as error:
             self.support = Support.no(str(error))
             return

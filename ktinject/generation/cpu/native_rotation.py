@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktinject.generation import frequencies
 from ktinject.generation.cpu.native_parts import UnknownLayer
 
-# Kinds of rotations whose angles are those of the position alone; others go by the longest text so far.
-_BY_POSITION = frozenset({"default", "linear", "llama3", "yarn"})
 # Positions that these are found for at once.
 _AHEAD = 64
 
@@ -98,8 +97,7 @@ class Rotations:
 
     def _goes_by_position(self, x: Tensor) -> bool:
         """Whether many positions at once give what each of them alone gives."""
-        types = getattr(self._rotary, "rope_type", None)
-        if not {*(types.values() if isinstance(types, dict) else (types,))} <= _BY_POSITION:
+        if self._rotary is None or not frequencies.goes_by_position(self._rotary):
             return False
         many = self._table(x, 0, _AHEAD)
         return all(_are_rows(many, at, self._table(x, at, 1)) for at in (0, 1, _AHEAD // 2 - 1, _AHEAD - 1))

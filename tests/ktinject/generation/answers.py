@@ -36,17 +36,17 @@ class Pair:
         return ours, self.plain.generate(**arguments)
 
 
-def pair(family: str, way: str) -> Pair:
+def pair(family: str, way: str, **config: Any) -> Pair:
     """In fp32, where roundings decide no token.
 
     way  "eager": steps as transformers makes them; "fixed": on a graph's tensors; "graph": on a GPU
     """
     device = "cuda" if way == "graph" else "cpu"
-    plain = models.tiny(family)
+    plain = models.tiny(family, **config)
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.mul_(4)
-    model = swapped(family, device=device)
+    model = swapped(family, device=device, **config)
     if way == "fixed":
         model.ktinject_decoding.graphs = SUPPORTED
     return Pair(model, plain.to(device), "graph loop" if way == "graph" else "eager loop")

@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ktinject
-from ktinject.generation import feed_forward_spec, layer_spec
-from ktinject.generation.attention_probes import Turning
+from ktinject.generation import attention_probes, feed_forward_spec, layer_spec
+from ktinject.generation.attention_probes import Outputs, Turning
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cpu.native_parts import UnknownLayer
 from ktinject.generation.cpu.native_rotation import Rotations
@@ -199,6 +199,47 @@ class TestRefusals:
         derived(block.gate, forward)
         found = feed_forward_spec.of_moe(block)
         assert isinstance(found, Support) and "chooses in another way" in found.reason
+
+    @pytest.mark.parametrize("least", [1e-12, 0.1, 0.3, 0.5, 0.9, 1.2])
+    def test_a_floor_under_the_sum_of_weights(self, least: float) -> None:
+        """Sums of Gaussian scores are above some of them; of other scores they are not. Above 1, it is a factor."""
+        block = tiny("ernie4_5_moe", moe_norm_min=least).model.layers[1].mlp
+        found = feed_forward_spec.of_moe(block)
+        assert isinstance(found, MoeSpec) == (least in (1e-12, 1.2))
+        if not isinstance(found, MoeSpec):
+            assert "Ernie4_5_MoeTopKRouter" in found.reason
+
+    def test_a_bound_of_weights(self) -> None:
+        block = tiny("ernie4_5_moe").model.layers[1].mlp
+        own = type(block.gate).forward
+
+        def forward(self: Any, x: Tensor) -> Any:
+            logits, weights, ids = own(self, x)
+            return logits, weights.clamp(max=self.most), ids
+
+        derived(block.gate, forward)
+        block.gate.most = 1.5  # more than any weight is
+        assert isinstance(feed_forward_spec.of_moe(block), MoeSpec)
+        block.gate.most = 1e-3
+        assert isinstance(feed_forward_spec.of_moe(block), Support)
+
+
+def test_a_bound_of_keys_that_gaussian_ones_do_not_reach() -> None:
+    """OLMoE's clip_qkv, which is refused by its name, too."""
+    heads, norms = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
+    for bound, is_known in ((None, True), (5.0, False)):
+        attention = tiny("olmoe", clip_qkv=bound).model.layers[0].self_attn
+        assert isinstance(attention_probes.turning(attention, heads, norms), Turning) == is_known
+        assert isinstance(attention_probes.outputs(attention, heads, norms), Outputs) == is_known
+
+
+def test_groups_by_their_best_expert() -> None:
+    """DeepSeek-V2's: by the sum of the best two, three rows may choose the same."""
+    block = tiny("deepseek_v2").model.layers[1].mlp
+    found = feed_forward_spec.of_moe(block)
+    assert isinstance(found, Support) and "DeepseekV2TopkRouter chooses in another way" in found.reason
+    one = tiny("deepseek_v2", topk_method="greedy", n_group=1).model.layers[1].mlp
+    assert isinstance(feed_forward_spec.of_moe(one), MoeSpec)
 
 
 @pytest.mark.skipif("mellum" not in AVAILABLE, reason="transformers has no mellum")
