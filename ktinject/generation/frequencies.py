@@ -25,7 +25,9 @@ from ktinject.operators.probes import twin
 
 # Kinds of rotations whose angles are those of the position alone.
 BY_POSITION = frozenset({"default", "linear", "llama3", "yarn"})
-# What the others change of a module: buffers, how long the longest text was, and what they were made of.
+# Those that are chosen by the length of the text. Towers for images have further kinds, and no text.
+_BY_LENGTH = frozenset({"dynamic", "longrope"})
+# What the latter change of a module: buffers, how long the longest text was, and what they were made of.
 _STATE = ("max_seq_len_cached", "original_inv_freq", "long_inv_freq")
 
 
@@ -39,12 +41,13 @@ def _types(module: nn.Module) -> dict[str, str]:
 
 def chooses(module: nn.Module) -> bool:
     """Whether a module is a rotary embedding that chooses its frequencies by the length of a text."""
-    return not {*_types(module).values()} <= BY_POSITION
+    return not _BY_LENGTH.isdisjoint(_types(module).values())
 
 
 def goes_by_position(module: nn.Module) -> bool:
     """Whether a rotary embedding says that its angles are those of the position alone."""
-    return bool(_types(module)) and not chooses(module)
+    kinds = {*_types(module).values()}
+    return bool(kinds) and kinds <= BY_POSITION
 
 
 def state_of(module: nn.Module) -> frozenset[str]:
@@ -100,7 +103,8 @@ class _Fixed:
         if chosen == self._chosen:
             return
         device = next(self._twin.buffers()).device
-        x, position = torch.zeros(1, 1, 1, device=device), torch.full((1, 1), last, device=device)
+        x = torch.zeros(1, 1, 1, dtype=torch.float32, device=device)
+        position = torch.full((1, 1), last, dtype=torch.int64, device=device)
         with torch.no_grad():
             for kind in self._limits:
                 self.module(x, position, *([kind] if kind else []))

@@ -31,10 +31,10 @@ from ktinject.hf import compat, templates
 from ktinject.serving import prompts, requests
 from ktinject.serving.batches import Batches
 from ktinject.serving.gate import GENERATING, LOAD
-from ktinject.serving.refusal import error_of
 from ktinject.serving.manager import Manager
 from ktinject.serving.metrics import Metrics
 from ktinject.serving.prompts import refused
+from ktinject.serving.refusal import error_of
 from ktinject.serving.running import Unavailable
 
 logger = logging.getLogger("ktinject")

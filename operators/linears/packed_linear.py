@@ -97,7 +97,7 @@ class PackedLinear(Operator, nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         found = super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         return found
 
     def load_whole(self, name: str, tensor: Tensor) -> None:

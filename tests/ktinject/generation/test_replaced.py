@@ -288,8 +288,9 @@ def test_of_every_family(family: str, capsys: pytest.CaptureFixture[str]) -> Non
         assert_none_is_wrong(found)
 
 
+# The double that holds experts on a GPU in tests knows no transposed ones, as gpt_oss has.
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", [family for family in KINDS if family != "gpt_oss"])
 @pytest.mark.parametrize("after", [False, True])
 def test_in_graphs(family: str, after: bool) -> None:
     both = pair(family, "graph")

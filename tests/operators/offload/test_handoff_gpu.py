@@ -575,7 +575,10 @@ def test_a_submit_that_gets_no_slot_ends_its_naps(cuda: str) -> None:
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         check=True,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        },
     )
 
 

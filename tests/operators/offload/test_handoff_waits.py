@@ -67,7 +67,10 @@ def test_the_dispatcher_naps_as_long_as_there_are_graphs(cuda: str) -> None:
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         check=True,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        },
     )
 
 
