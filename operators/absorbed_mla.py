@@ -405,7 +405,7 @@ def _check_mask(mask: Any, b: int, m: int, s: int) -> None:
 
 def _eager_of(file: str) -> Any:
     """The function that a modeling file of transformers calls for attention that is "eager"."""
-    found = getattr(sys.modules.get(file), "eager_attention_forward", None)
+    found: Any = getattr(sys.modules.get(file), "eager_attention_forward", None)
     while getattr(found, "__globals__", {}).get("__name__", "").startswith("ktinject."):  # around it
         found = found.__wrapped__
     return found

@@ -152,7 +152,11 @@ class StandIn(nn.Module):
         module = self.replaced
         for part in () if module is None else module.modules():
             for name, parameter in part._parameters.items():
-                dtype = None if parameter is None else fn(torch.empty(0, dtype=parameter.dtype, device="cpu")).dtype
+                dtype = (
+                    None
+                    if parameter is None
+                    else fn(torch.empty(0, dtype=parameter.dtype, device="cpu")).dtype
+                )
                 if parameter is not None and dtype != parameter.dtype:
                     empty = torch.empty(parameter.shape, dtype=dtype, device="meta")
                     part._parameters[name] = nn.Parameter(empty, False)

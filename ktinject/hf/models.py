@@ -63,7 +63,7 @@ def load_rest(
     Raises      CheckpointError for every parameter that was not filled, with all in one report
     """
     names = model.state_dict().keys()
-    state = {}
+    state: dict[str, _Lazy] = {}
     for name in names:
         # Tied to a parameter that an operator took, and stored under that one's name only: transformers would not find
         # it under a name that the model no longer has.

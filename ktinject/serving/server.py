@@ -175,7 +175,7 @@ class Server:
             if ready is not None and self.address is not None:
                 ready(self.address)
 
-        self._server.startup = startup
+        self._server.startup = startup  # type: ignore[method-assign]
         try:
             self._server.run()
         finally:
