@@ -32,7 +32,7 @@ from ktinject import _native
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.sglang import KTMoEWrapper, graphs, waiting
 from ktinject.sglang.layer import Layer
-from ktinject.sglang.weights import on_cpu, plain_config, spec_of
+from ktinject.sglang.weights import plain_config, spec_of
 
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768  # Qwen3-30B-A3B
 ROUNDS, DRAWS = 2, 16
@@ -55,7 +55,7 @@ def made(method: str, layer: int, weights: tuple[Tensor, Tensor]) -> KTMoEWrappe
 
 def fill(layer: Layer, gate_up: Tensor, down: Tensor) -> None:
     """Pack the first expert, and copy it."""
-    with on_cpu():
+    with torch.device("cpu"):
         experts = CpuExperts(spec_of(layer.given), plain_config(layer.given, 0))
         experts.allocate()
         experts.load("gate_up_proj", gate_up[0, :INNER], 0, 0)

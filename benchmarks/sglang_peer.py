@@ -64,13 +64,12 @@ def take_over() -> None:
     left out: to choose experts within a submit, to guess at the next layer's, and to skip rows that pad a batch.
     """
     from ktinject.sglang import combine, guesses, routers, wrapper
-    from ktinject.sglang.weights import on_cpu
 
     contracts: list[KtContract] = []
 
     def load(self: Any, _: Tensor | None = None) -> None:
         given = self.arguments
-        with on_cpu():
+        with torch.device("cpu"):
             if not contracts:
                 stands_in = sys.modules.pop("kt_kernel")  # the plug-in, by the name of what is looked for now
                 # SGLang's graphs are of up to so many rows, and prompts of up to so many tokens.

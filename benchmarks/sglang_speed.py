@@ -71,17 +71,20 @@ def register():
     def load_weights(self, physical_to_logical_map=None):
         import torch
         from ktinject.operators.cpu_experts import CpuExperts
-        from ktinject.sglang.weights import on_cpu, plain_config, spec_of
+        from ktinject.sglang.weights import plain_config, spec_of
+
+        def normal(*shape):
+            return (torch.randn(*shape, dtype=torch.float32) * 0.02).bfloat16()
 
         layer, given = self._layer, self.arguments
         hidden, inner = given.hidden_size, given.intermediate_size
-        with on_cpu():
+        with torch.device("cpu"):
             torch.manual_seed(given.layer_idx)
             experts = CpuExperts(spec_of(given), plain_config(given, 0))
             experts.allocate()
             for half in range(2):
-                experts.load("gate_up_proj", (torch.randn(inner, hidden) * 0.02).bfloat16(), 0, half)
-            experts.load("down_proj", (torch.randn(hidden, inner) * 0.02).bfloat16(), 0, None)
+                experts.load("gate_up_proj", normal(inner, hidden), 0, half)
+            experts.load("down_proj", normal(hidden, inner), 0, None)
             experts.repeat(0)  # all alike, each with memory of its own; also where this process has a part of them
             layer._take(experts, [*range(given.num_experts)])
         if given.layer_idx == 0:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _MASKS = ("sdpa", "eager")  # attention implementations of transformers whose masks are dense
 _SDPA = functional.scaled_dot_product_attention
+_STOCK_SDPA = compat.sdpa_attention_forward  # transformers', which calls that
 # Scores are fp32; more queries than fit into this are taken in turns.
 _MOST_SCORE_BYTES = 256 << 20
 
@@ -207,7 +208,7 @@ class AbsorbedMla(Operator):
             why = f"attention runs as {name!r}"
         elif bare == "eager" and _eager_of(self._file) is not self._eager:
             why = "eager_attention_forward of the model's file was replaced"
-        elif bare == "sdpa" and compat.ALL_ATTENTION_FUNCTIONS[bare] is not compat.sdpa_attention_forward:
+        elif bare == "sdpa" and _without_ours(compat.ALL_ATTENTION_FUNCTIONS[bare]) is not _STOCK_SDPA:
             why = "another function is registered as 'sdpa'"
         else:
             return
@@ -405,10 +406,14 @@ def _check_mask(mask: Any, b: int, m: int, s: int) -> None:
 
 def _eager_of(file: str) -> Any:
     """The function that a modeling file of transformers calls for attention that is "eager"."""
-    found: Any = getattr(sys.modules.get(file), "eager_attention_forward", None)
-    while getattr(found, "__globals__", {}).get("__name__", "").startswith("ktinject."):  # around it
-        found = found.__wrapped__
-    return found
+    return _without_ours(getattr(sys.modules.get(file), "eager_attention_forward", None))
+
+
+def _without_ours(function: Any) -> Any:
+    """The function that one of ktinject's is put around."""
+    while getattr(function, "__globals__", {}).get("__name__", "").startswith("ktinject."):
+        function = function.__wrapped__
+    return function
 
 
 def _warn_expansion(why: str) -> None:

@@ -161,10 +161,8 @@ def _run(cls: type[Held], func: Any, name: str, args: Any, kwargs: Any) -> Any:
     for one, (whole, part) in found.values():
         if result is part:
             return one
-        if (
-            type(result) is Tensor
-            and result.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        ):
+        is_plain = type(result) is Tensor
+        if is_plain and result.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
             return cls._made(one._holder, one._name, result.shape, result.dtype, result.device, whole, result)
     return result
 

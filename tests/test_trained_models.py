@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import ktinject
 from ktinject.generation.cache import FixedCache
+from ktinject.model_class import stored_parameters
 from ktinject.operators import Operator
 from ktinject.tools import evaluate
 
@@ -150,7 +151,7 @@ def test_a_plan_counts_what_is_resident(trained: Trained) -> None:
     plan = swapped.ktinject
     tensors = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*swapped.parameters(), *swapped.buffers())
+        for tensor in (*stored_parameters(swapped), *swapped.buffers())
     }
     assert plan.rest_bytes == {"cpu": sum(tensors.values())}
     held = {

@@ -6,6 +6,7 @@ weights = softmax of the logits, of the chosen ones divided by their sum, · per
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -61,10 +62,11 @@ def of_router(router: nn.Module) -> dict[str, Any] | Support:
         factor = _input_factor(router, hidden, norm.rms.epsilon)
         if isinstance(factor, Support):
             return factor
-        plain = _without(router, factor, experts, hidden)
+        plain, alike = _without(router, factor, experts, hidden)
         if _input_factor(plain, hidden, 0.0, is_normed=False) != 1.0:
             return Support.no(f"its {name} has the factor {factor:.6g} of what it takes in no attribute")
-        found = router_probes.routing(_Block(plain, nn.Identity()), "router", plain)
+        scaling = [number for number in alike if _scales(plain, number, hidden)]
+        found = router_probes.routing(_Block(plain, nn.Identity()), "router", plain, scaling=scaling)
         if isinstance(found, Support):
             return found
         if not _multiplies(router, experts, hidden):
@@ -82,8 +84,11 @@ def of_router(router: nn.Module) -> dict[str, Any] | Support:
     }
 
 
-def _without(router: nn.Module, factor: float, experts: int, hidden: int) -> nn.Module:
-    """A twin that has a projection, whose parameters are those of a router without norms, and no factors."""
+def _without(
+    router: nn.Module, factor: float, experts: int, hidden: int
+) -> tuple[nn.Module, Collection[str]]:
+    """A twin that has a projection, whose parameters are those of a router without norms, and no factors; and its
+    numbers that are 1 instead of the factor."""
     alike = {
         name: 1.0
         for name, value in vars(router).items()
@@ -94,7 +99,13 @@ def _without(router: nn.Module, factor: float, experts: int, hidden: int) -> nn.
         del plain._parameters[held]
         # Of 16 bits, so that it changes no dtype.
         vars(plain)[held] = torch.ones(size, dtype=torch.bfloat16, device="cpu")
-    return plain
+    return plain, alike
+
+
+def _scales(plain: nn.Module, number: str, hidden: int) -> bool:
+    """Whether a router without norms multiplies what it takes with this number."""
+    other = twin.of(plain, attributes={number: 4.0})
+    return _input_factor(other, hidden, 0.0, is_normed=False) == 4.0
 
 
 def _input_factor(router: nn.Module, hidden: int, epsilon: float, is_normed: bool = True) -> float | Support:

@@ -5,7 +5,7 @@ runs the parts of a layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ def routing(
     narrow: Sequence[str] = (),
     norm: str | None = None,
     within: str = "",
+    scaling: Collection[str] = (),
 ) -> dict[str, Any] | Support:
     """How a Mixture-of-Experts block chooses its experts: `RouterSpec` without its path.
 
@@ -51,6 +52,7 @@ def routing(
     narrow  children that lead to the experts and back
     norm    the child that all of it is given to at last
     within  the child that holds the router and the experts, if the block itself does not
+    scaling numbers of the router that do nothing but multiply its logits
     """
     holder = block.get_submodule(within)
     parameters, buffers = dict(router.named_parameters()), dict(router.named_buffers())
@@ -131,7 +133,8 @@ def routing(
         of_shared = torch.zeros_like(x)
         if shared is not None:
             of_shared = torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
-        factors = _factors(out, torch.atan(torch.tanh(torch.sin(x))) if narrow else torch.tanh(x), of_shared)
+        routed = torch.atan(torch.tanh(torch.sin(x))) if narrow else torch.tanh(x)
+        factors = _factors(out, routed, of_shared)
         if factors is None:
             return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
         added = drawn[corrections[0]].flatten() if corrections else None
@@ -152,16 +155,12 @@ def routing(
             for module in (router, holder):
                 for number, value in _numbers(module).items():
                     other = run(x, x.dtype, varied=(module, number, 4 * value))
-                    follows = _explained(router, x[0] @ weight.T + bias, added, *given[-1])
-                    if follows is None or (
-                        norm is None
-                        and _factors(
-                            other,
-                            torch.atan(torch.tanh(torch.sin(x))) if narrow else torch.tanh(x),
-                            of_shared,
-                        )
-                        is None
-                    ):
+                    logits = x[0] @ weight.T + bias
+                    if module is router and number in scaling:
+                        follows = _is_so(found, 4 * logits, added, 1.0, *given[-1])
+                    else:
+                        follows = _explained(router, logits, added, *given[-1]) is not None
+                    if not follows or (norm is None and _factors(other, routed, of_shared) is None):
                         return Support.no(f"its {type(module).__name__} does something else by {number}")
     except Exception as error:
         return refusal_of(error)

@@ -298,7 +298,8 @@ def _run(config: PreTrainedConfig, kinds: Sequence[tuple[Any, ...]]) -> tuple[_C
     for count in dict.fromkeys((needed, len(kinds))):
         try:
             # Some kernels accept only bf16, even on the meta device.
-            twin = models.meta_model(_shortened(config, count), torch.bfloat16)
+            # As it writes: in training mode some routers draw random numbers, which not all run on meta.
+            twin = models.meta_model(_shortened(config, count), torch.bfloat16).eval()
             ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
             with on_cpu():
                 cache = getattr(twin(input_ids=ids, use_cache=True), compat.CACHE)

@@ -131,4 +131,6 @@ class Completed(RowCriterion):
         self._request = request
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.full((len(input_ids),), self._request.is_complete, device=input_ids.device)
+        return torch.full(
+            (len(input_ids),), self._request.is_complete, dtype=torch.bool, device=input_ids.device
+        )

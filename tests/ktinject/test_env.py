@@ -71,9 +71,9 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", no_home)
-    assert env.read({}, kernels=KERNELS).cache.is_absolute()
+    assert read({}).cache.is_absolute()
     with pytest.raises(PlanError, match="KTINJECT_CACHE='~/c': allowed is the absolute path of a folder"):
-        env.read({"KTINJECT_CACHE": "~/c"}, kernels=KERNELS)
+        read({"KTINJECT_CACHE": "~/c"})
 
 
 def test_threads_and_verbosity_take_effect_once():

@@ -67,7 +67,8 @@ def test_experts_of_every_family_can_be_swapped(name: str, tmp_path: Path) -> No
 
 
 def everything(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
+    """What PyTorch holds; a swapped model's own `named_parameters` also gives the weights in operators."""
+    return [*torch.nn.Module.named_parameters(model), *model.named_buffers()]
 
 
 def test_a_model_with_its_weights_needs_no_checkpoint() -> None:
@@ -395,7 +396,8 @@ for spare in range(0, 1 << 28, 3 << 20):
     except MemoryError:  # of Python itself, when it reads or parses a small file
         pass
     except KTInjectError as error:
-        assert "no room" in str(error) or "allocate memory" in str(error), error  # the latter: torch, in a probe
+        # The plan, which counts the limit; native memory; torch, in a probe.
+        assert any(text in str(error) for text in ("does not fit", "no room", "allocate memory")), error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     gc.collect()

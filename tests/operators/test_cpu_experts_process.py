@@ -203,6 +203,7 @@ def test_a_prompt_takes_the_working_memory_that_is_stated() -> None:
             module = Qwen3MoeExperts(config)
         experts = CpuExperts.build(module.bfloat16(), CpuExpertsConfig(device="cpu"))
         experts.allocate()
+        experts.native.mark_loaded()  # zeros
 
         def resident():
             return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -351,7 +351,7 @@ def test_why_there_are_no_graphs_can_be_read(
     with torch.autocast("cuda", enabled=True) if torch.cuda.is_available() else torch.autocast("cpu"):
         pass
     with_runner.lm_head.train()
-    assert reason() == "the model is in training mode"
+    assert reason() == "lm_head is in training mode"
     with_runner.lm_head.eval()
     assert "CUDA graphs" in reason(), "the runner's own reason: a CPU has none"
 

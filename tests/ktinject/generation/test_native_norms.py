@@ -315,6 +315,29 @@ class TestRefusals:
         found = normed_router.of_router(router)
         assert isinstance(found, Support) and "TextRouter" not in found.reason
 
+    def test_a_router_whose_factor_does_more(self) -> None:
+        if "gemma4_text" not in FAMILIES:
+            pytest.skip("transformers has no gemma4_text")
+        router = tiny("gemma4_text", **GEMMA).model.layers[0].router
+        own = type(router).forward
+
+        def bounded(self: Any, x: Tensor) -> Any:
+            probabilities, weights, ids = own(self, x)
+            return probabilities, weights / max(1.0, self.scalar_root_size), ids
+
+        derived(router, bounded)
+        router.scalar_root_size = 3.0
+        found = normed_router.of_router(router)
+        assert isinstance(found, Support) and found.reason.endswith("does something else by scalar_root_size")
+
+    def test_a_factor_that_is_another_one(self) -> None:
+        if "gemma4_text" not in FAMILIES:
+            pytest.skip("transformers has no gemma4_text")
+        router = tiny("gemma4_text", **GEMMA).model.layers[0].router
+        router.scalar_root_size = 0.25
+        found = normed_router.of_router(router)
+        assert isinstance(found, dict) and found["input_factor"] == 0.25
+
     def test_routers_of_rows(self) -> None:
         model, _ = made("llama4_text", **LLAMA)
         block = model.model.layers[1].feed_forward

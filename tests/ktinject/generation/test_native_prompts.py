@@ -209,8 +209,8 @@ def test_kinds_and_what_they_take() -> None:
     model = shared(both=True)
     kinds = cache_layers.kinds_of(model.config)
     assert kinds == [LayerKind(), LayerKind(window=4, keeps_prompt=True)]
-    sizes = [memory._size(8, kind) for kind in kinds]
-    assert sizes[0] == sizes[1] != memory._size(8, LayerKind(window=4))
+    sizes = [memory._size(8, 0, kind) for kind in kinds]
+    assert sizes[0] == sizes[1] != memory._size(8, 0, LayerKind(window=4))
 
 
 def test_a_model_that_shows_something_else(monkeypatch: pytest.MonkeyPatch) -> None:

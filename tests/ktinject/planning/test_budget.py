@@ -328,7 +328,7 @@ def test_room_for_a_request_is_counted(model: PreTrainedModel) -> None:
         enough = short + 2 * (positions - 256) * token
         assert not planned(model, fixed, budget={"cpu": enough}, context=tokens).problems
         (problem,) = planned(model, fixed, budget={"cpu": enough - 1}, context=tokens).problems
-        assert f"no room for {positions:,} tokens." in problem
+        assert f"no room for {tokens:,} tokens." in problem
     for wrong in (0, -1, True, 2.5, "8192", 2**31):
         assert f"context: found {wrong!r}; it is the number of tokens" in refusal(
             PlanError, model, context=wrong
