@@ -31,6 +31,7 @@ from ktinject.generation import (
     block_index_spec,
     cache_layers,
     compressed_probe,
+    frequencies,
     kept_cache,
     masks,
     own_caches,
@@ -109,7 +110,9 @@ def recording_support(model: PreTrainedModel) -> Support:
         replay = trust.instance_support(module) if is_adapter else trust.replay_support(module)
         if not replay:
             return Support.no(f"{where} {replay.reason}")
-    return SUPPORTED if model.device.type == "cpu" else attention_support(model)
+    if model.device.type == "cpu":
+        return SUPPORTED
+    return frequencies.recording_support(model) and attention_support(model)
 
 
 def _adapter_support(model: PreTrainedModel, module: nn.Module) -> Support:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.operators.probes import twin
+from ktinject.support import SUPPORTED, Support
 
 # Kinds of rotations whose angles are those of the position alone.
 BY_POSITION = frozenset({"default", "linear", "llama3", "yarn"})
@@ -134,6 +135,26 @@ def _limit(module: Any, kind: str) -> int | None:
     named = "original_max_position_embeddings" if _types(module)[kind] == "longrope" else None
     found = said.get(named) if named else getattr(module, "original_max_seq_len", None)
     return found if isinstance(found, int) else None
+
+
+def recording_support(model: nn.Module) -> Support:
+    """Whether the rotary embeddings of a model can be recorded once their frequencies are chosen before.
+
+    One that looks at positions in its own forward, too, cannot: on meta, where there are no values, it fails.
+    """
+    for module in filter(chooses, model.modules()):
+        x = torch.zeros(1, 1, 1, dtype=torch.float32, device="meta")
+        position = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+        tensors = {name: tensor.to("meta") for name, tensor in module.named_buffers(recurse=False)}
+        on_meta = twin.of(module, tensors=tensors)
+        try:
+            for kind in _types(module):
+                inspect.unwrap(type(module).forward)(on_meta, x, position, *([kind] if kind else []))
+        except (RuntimeError, NotImplementedError):
+            return Support.no(
+                f"{type(module).__name__} looks at positions to choose its frequencies, which no recorded step can"
+            )
+    return SUPPORTED
 
 
 class Frequencies:
