@@ -90,7 +90,8 @@ def test_models_in_fp32_give_the_same_tokens(case: dict[str, Any]) -> None:
     ids=str,
 )
 def test_tokens_are_the_stock_loop_s(case: dict[str, Any]) -> None:
-    model, _ = made(FAMILY, **SURE)
+    """In fp32: in bf16, a near tie of the index moves a block, and with it the text."""
+    model, _ = made(FAMILY, "int8", torch.float32, **SURE)
     for batch, length in ((3, 9), (1, 40)):
         assert_same_tokens(model, {**prompt(batch, length, padding=2), "eos_token_id": None, **case})
         assert_native(model)
@@ -170,7 +171,7 @@ def test_with_pictures() -> None:
 
 def test_the_index_decides() -> None:
     """Without it, tokens are others."""
-    model, _ = made(FAMILY, **SURE)
+    model, _ = made(FAMILY, "int8", torch.float32, **SURE)
     arguments = {**prompt(1, 40, padding=0), "eos_token_id": None}
     found = model.generate(**arguments)
     with torch.no_grad():
