@@ -21,8 +21,6 @@ RESERVED = frozenset(
     {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "load_audio_from_video"}
 )
 
-_FIRST = 1 << 16  # characters of a long text that are made tokens of first
-
 
 def refused(status: int, message: str) -> Exception:
     """What a handler raises so that a client gets this answer."""
@@ -45,16 +43,7 @@ def served(tokenizer: PreTrainedTokenizerBase, context: int) -> PreTrainedTokeni
 def _tokenizer_class(stock: Any) -> Any:
     class Served(stock):
         def __call__(self, text: str, **kwargs: Any) -> Any:
-            room, size = self.ktinject_context, _FIRST
-            # A text of megabytes takes minutes, to be refused at the end: its beginning tells. How a beginning is cut
-            # into tokens may differ from how the whole text is, but not by a factor.
-            while size < len(text):
-                if len(stock.__call__(self, text[:size])["input_ids"]) > 2 * room:
-                    raise refused(
-                        400,
-                        f"the prompt has more than {room} tokens; there is room for {room}, the answer included.",
-                    )
-                size *= 4
+            room = self.ktinject_context
             found = stock.__call__(self, text, **kwargs)
             count = found["input_ids"].shape[-1]
             if not 0 < count < room:
